@@ -6,6 +6,7 @@ vLLM's own dispatcher of CUDA graphs is the real one; no graph is captured or re
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,17 @@ import torch
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_decode import DecodePlans
 from vllm_hypic.backends.attention.cuda_rows import PARTIAL_BYTES, SHORTEST, span_pieces
 from vllm_hypic.backends.cuda_support import scratch_bytes
-from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, HypicCUDAGatedDeltaNet
+from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, UNFILLED_BYTES, HypicCUDAGatedDeltaNet
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
@@ -66,12 +70,13 @@ def runner(mode: CUDAGraphMode, drafts: int = 0) -> Any:
         num_speculative_tokens=drafts,
         lora_config=None,
         scheduler_config=SimpleNamespace(max_num_seqs=8),
-        parallel_config=SimpleNamespace(data_parallel_size=1),
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
         observability_config=SimpleNamespace(cudagraph_metrics=False),
     )
     made: Any = HypicGPUModelRunner.__new__(HypicGPUModelRunner)
     made.vllm_config, made.uniform_decode_query_len = config, 1 + drafts
-    made.model_config = SimpleNamespace(is_encoder_decoder=False)
+    made.model_config = SimpleNamespace(is_encoder_decoder=False, dtype=torch.bfloat16)
+    made.compilation_config, made.max_num_reqs, made.device = compilation, 8, CPU
     made.input_batch = SimpleNamespace(lora_id_to_lora_request={})
     made.cudagraph_dispatcher = CudagraphDispatcher(config)  # type: ignore[arg-type]
     made.cudagraph_dispatcher.initialize_cudagraph_keys(mode, 1 + drafts)
@@ -224,7 +229,6 @@ def test_a_pool_that_leaves_too_few_states_is_named(
 ) -> None:
     """vLLM's own sentence names what its user cannot know to be the cause."""
     made, reached = runner(mode), list[object]()
-    made.compilation_config, made.max_num_reqs = made.vllm_config.compilation_config, 8
     config = SimpleNamespace(num_blocks=blocks, has_mamba_layers=states)
     monkeypatch.setattr(HypicModelRunner, "initialize_kv_cache", lambda self, *given: reached.append(given))
     if refused:
@@ -236,6 +240,79 @@ def test_a_pool_that_leaves_too_few_states_is_named(
         made.initialize_kv_cache(config)
         assert reached == [(config, False)]
     assert "max_num_reqs > kv_cache_config.num_blocks" in inspect.getsource(CompilationConfig)
+
+
+class Layer(AttentionLayerBase):
+    """Full attention; with a ``window`` there is no full graph for passes with rows of ours."""
+
+    def __init__(self, window: int | None) -> None:
+        self.impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, window, "auto")
+        self.impl.vllm_flash_attn_version = 2
+
+    def get_attn_backend(self) -> Any:
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("window", "each"), [(None, 2), (64, 1)])
+def test_vllm_counts_the_memory_of_our_graphs(
+    window: int | None, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own estimate, where a graph takes what is said here: those with our operators, captured beside its
+    own of the same sizes, are in it."""
+    made, taken, captured = runner(CUDAGraphMode.FULL_DECODE_ONLY), 3 << 20, set[BatchDescriptor]()
+    made.compilation_config.static_forward_context["layer"] = Layer(window)
+    made.lora_config, made.max_model_len, made.max_num_tokens = None, 64, 64
+
+    def capture(self: Any, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, **_: Any) -> None:
+        rows = np.ones(desc.num_tokens, dtype=np.int32)
+        found = self._determine_batch_execution_and_padding(desc.num_tokens, desc.num_tokens, rows, 1)
+        assert found[0] is cudagraph_runtime_mode
+        captured.add(found[1])
+
+    def minimal(self: Any) -> None:
+        self.initialize_kv_cache(SimpleNamespace(num_blocks=8, has_mamba_layers=False), is_profiling=True)
+
+    monkeypatch.setattr(GPUModelRunner, "_warmup_and_capture", capture)
+    monkeypatch.setattr(GPUModelRunner, "_init_minimal_kv_cache_for_profiling", minimal)
+    monkeypatch.setattr(GPUModelRunner, "_freeze_gc", staticmethod(nullcontext))
+    monkeypatch.setattr(HypicModelRunner, "initialize_kv_cache", lambda *given: None)
+    for name in (
+        "_create_encoder_cudagraph_manager",
+        "_cleanup_profiling_kv_cache",
+        "maybe_remove_all_loras",
+    ):
+        monkeypatch.setattr(GPUModelRunner, name, lambda *given: None)
+    for name in ("set_current_vllm_config", "graph_capture"):
+        monkeypatch.setattr(gpu_model_runner, name, lambda *given, **more: nullcontext())
+    monkeypatch.setattr(gpu_model_runner, "current_platform", SimpleNamespace(graph_pool_handle=object))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: None)
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda: ((1 << 40) - taken * len(captured), 1 << 40)
+    )
+    assert made.profile_cudagraph_memory() == each * len(SIZES) * taken
+    assert sum(isinstance(desc, ComposedBatch) for desc in captured) == len(captured) * (each - 1) // each
+    made.initialize_kv_cache(SimpleNamespace(num_blocks=8, has_mamba_layers=False), is_profiling=True)
+    assert made._counts_twice is (each == 2) and made._named is None
+    assert "self.model_runner.profile_cudagraph_memory()" in inspect.getsource(Worker)
+
+
+def test_buffers_of_decode_passes_are_left_to_them() -> None:
+    made = runner(CUDAGraphMode.FULL_DECODE_ONLY)
+    assert made.decode_bytes() == 0
+    made.compilation_config.static_forward_context["layer"] = Layer(None)
+    plans = DecodePlans()
+    plans.most = made.max_num_reqs
+    fixed = plans.made((4, 2, 128, torch.bfloat16), CPU)
+    buffers = fixed._packed.nbytes + fixed._columns.nbytes
+    # A row's result, and one for each part.
+    results = 8 * 4 * 128 * 4 + sum(work.partial_rows for work in fixed.plan(8).work) * 2 * 128 * 4
+    assert buffers + results < made.decode_bytes() < 1.1 * (buffers + results)
+    made.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+    assert made.decode_bytes() == buffers
 
 
 def test_what_operators_take_is_left_to_them() -> None:
@@ -256,8 +333,10 @@ def test_what_operators_take_is_left_to_them() -> None:
     # Rows, and as many summaries of interiors as there may be at once.
     summary = 4 * (3 * 128 * 128 + 1) * 4
     assert SUMMARY_BYTES - summary < 341 * summary <= SUMMARY_BYTES
-    assert delta == rows * (4 * 320 * 4 + 2048 * 2) + 341 * summary + carried
-    assert scratch_bytes([linear], 7, half) == 7 * (4 * 320 * 4 + 2048 * 2 + summary) + carried
+    terms = 4 * 320 * 4
+    lacking = UNFILLED_BYTES // terms * terms
+    assert delta == rows * (terms + 2048 * 2) + 341 * summary + lacking + carried
+    assert scratch_bytes([linear], 7, half) == 7 * (32 * terms + 2048 * 2 + summary) + carried
     assert (
         scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
@@ -13,10 +14,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from ..backends.attention.cuda import HypicCUDAAttentionImpl
 from ..backends.attention.cuda_decode import DecodePlans
+from ..backends.attention.cuda_rows import Heads
+from ..backends.ops.span_attention.fixed import FixedPlans
 from ..config.engine import config_of
 from ..errors import ConfigError
 from ..pool.copy.staging import device_staging_bytes
-from .cuda_graphs import ComposedGraphs
+from .cuda_graphs import ComposedBatch, ComposedGraphs
 from .worker import HypicModelRunner, HypicWorker, current_step, worker_side
 
 logger = init_logger("vllm.hypic.worker")
@@ -27,6 +30,10 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
 
     _graphs: ComposedGraphs | None = None
     """Full CUDA graphs with our operators; ``None``: some layer's cannot be in one."""
+    _counts_twice = False
+    """vLLM works out what graphs take, and there will be one with our operators beside each full one."""
+    _named: ComposedBatch | None = None
+    """What is captured then for the second time."""
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -47,30 +54,58 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
                 "pool_bytes"
             )
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
+        self._counts_twice = is_profiling and self._composes_in_graphs()
         if not is_profiling:
             self._prepare_decodes()
 
-    def _prepare_decodes(self) -> None:
-        """Buffers for passes that decode, where all that they launch can be recorded and replayed."""
+    def _attention(self) -> list[Any]:
+        """All implementations of attention, of our layers and others."""
         layers = self.compilation_config.static_forward_context.values()
         linked = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
-        impls = [impl for layer in linked if (impl := getattr(layer, "impl", None)) is not None]
-        fixed = [impl for impl in impls if isinstance(impl, HypicCUDAAttentionImpl)]
-        if self.uniform_decode_query_len > 1 or not fixed:
+        return [impl for layer in linked if (impl := getattr(layer, "impl", None)) is not None]
+
+    def _decode_heads(self) -> set[Heads]:
+        """Heads of layers of which all that a pass launches that decodes can be recorded and replayed."""
+        if self.uniform_decode_query_len > 1:
+            return set()
+        return {
+            (impl.num_heads, impl.num_kv_heads, impl.head_size, self.model_config.dtype)
+            for impl in self._attention()
+            if isinstance(impl, HypicCUDAAttentionImpl) and impl.decodes_in_fixed_shapes
+        }
+
+    def _composes_in_graphs(self) -> bool:
+        """Whether passes that decode composed requests may be full CUDA graphs."""
+        # Stages and replicas must choose alike, and see their own layers and requests alone.
+        parallel = self.vllm_config.parallel_config
+        alone = parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
+        fixed = [
+            isinstance(i, HypicCUDAAttentionImpl) and i.decodes_in_fixed_shapes for i in self._attention()
+        ]
+        return alone and bool(self._decode_heads()) and all(fixed)
+
+    def _prepare_decodes(self) -> None:
+        """Buffers for passes that decode, where all that they launch can be recorded and replayed."""
+        if not (kinds := self._decode_heads()):
             return
         runtime = worker_side().runtime
         assert runtime is not None
         plans = runtime.shared.of(DecodePlans)
         plans.most = self.max_num_reqs
-        for impl in fixed:
-            if impl.decodes_in_fixed_shapes:
-                heads = impl.num_heads, impl.num_kv_heads, impl.head_size, self.model_config.dtype
-                plans.made(heads, self.device)
-        # Stages and replicas must choose alike, and see their own layers and requests alone.
-        parallel = self.vllm_config.parallel_config
-        alone = parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
-        if alone and all(isinstance(i, HypicCUDAAttentionImpl) and i.decodes_in_fixed_shapes for i in impls):
+        for heads in kinds:
+            plans.made(heads, self.device)
+        if self._composes_in_graphs():
             self._graphs = ComposedGraphs(plans)
+
+    def decode_bytes(self) -> int:
+        """Device memory that these buffers take, and in graphs what our operators leave in them: one layer's
+        results, as all others are put where these were."""
+        made = [FixedPlans(self.max_num_reqs, *heads, torch.device("meta")) for heads in self._decode_heads()]
+        buffers = sum(plans.nbytes for plans in made)
+        graphs = self.compilation_config.cudagraph_mode
+        if graphs is None or not graphs.has_full_cudagraphs() or not self._composes_in_graphs():
+            return buffers
+        return buffers + max(plans.result_bytes(self.max_num_reqs) for plans in made)
 
     def _log_operators(self) -> None:
         logger.info("hypic: Triton operators")
@@ -78,9 +113,18 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     def _warmup_and_capture(
         self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
-        """Beside each full graph of a decode pass, which holds stock code alone, one with our operators."""
+        """Beside each full graph of a decode pass, which holds stock code alone, one with our operators;
+        another of stock code while vLLM works out what graphs take."""
         super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
-        if self._graphs is None or cudagraph_runtime_mode != CUDAGraphMode.FULL or not desc.uniform:
+        if cudagraph_runtime_mode != CUDAGraphMode.FULL or not desc.uniform:
+            return
+        if self._counts_twice:
+            self._named = ComposedBatch.of(desc)
+            try:
+                return super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
+            finally:
+                self._named = None
+        if self._graphs is None:
             return
         runtime = worker_side().runtime
         assert runtime is not None
@@ -97,7 +141,10 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         """
         step = current_step()
         if step is None:
-            return super()._determine_batch_execution_and_padding(*args, **kwargs)
+            mode, desc, *others = super()._determine_batch_execution_and_padding(*args, **kwargs)
+            if self._named is not None and mode == CUDAGraphMode.FULL:
+                desc = self._named
+            return mode, desc, *others
         if self._graphs is not None and step.decoding is not None:
             mode, desc, *others = super()._determine_batch_execution_and_padding(*args, **kwargs)
             if mode != CUDAGraphMode.FULL:
@@ -126,7 +173,7 @@ class HypicGPUWorker(HypicWorker, Worker):
             self.vllm_config.scheduler_config.max_num_batched_tokens,
             self.model_config.dtype,
         )
-        found += device_staging_bytes(config_of(self.vllm_config))
+        found += device_staging_bytes(config_of(self.vllm_config)) + self.model_runner.decode_bytes()
         logger.info("hypic: %.2f GiB left for operators", found / 2**30)
         return found
 

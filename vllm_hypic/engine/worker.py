@@ -22,6 +22,7 @@ from ..config.engine import config_of
 from ..connector.beside import own_connector, own_metadata
 from ..connector.worker.side import WorkerSide
 from ..pool.step import StepContext, rewritten_positions
+from ..pool.upload import upload
 from .batch_updates import PromptTellingBuilder
 from .drafter import ComposingDrafter, ComposingDraftModel, composing
 from .prompt_lookup import WholePrompts
@@ -158,12 +159,12 @@ class HypicModelRunner(GPUModelRunner):
         read = [np.unique(prompts.get(request_id, _NO_TOKENS)) for request_id in batch.req_ids]
         if (most := max(map(len, read))) == 0:
             return
-        more = torch.full((len(read), most), batch.vocab_size)  # which stands for no token
+        more = np.full((len(read), most), batch.vocab_size)  # which stands for no token
         for row, tokens in zip(more, read, strict=True):
-            row[: len(tokens)] = torch.from_numpy(tokens)
-        assert metadata.prompt_token_ids is not None
-        seen = (metadata.prompt_token_ids, more.to(metadata.prompt_token_ids.device))
-        metadata.prompt_token_ids = torch.cat(seen, dim=1)
+            row[: len(tokens)] = tokens
+        seen = metadata.prompt_token_ids
+        assert seen is not None
+        metadata.prompt_token_ids = torch.cat([seen, *upload([more], seen.device)], dim=1)
 
     def _rewrite_positions(self, step: StepContext) -> None:
         """Put logical positions into the model's persistent input buffers, after stock code wrote its own:

@@ -45,8 +45,8 @@ def _append_matrices(records: LinearRecords, slot: int, base: int, dead_transiti
     live = blocks >= 0
     # A device that runs behind is not asked which are: for the others one that is live is written again, or a
     # block as it was.
-    any_live = blocks.argmax()
-    spare = torch.where(live[any_live], both[any_live], stored[0])
+    any_live = blocks.argmax(0, keepdim=True)  # one number as an index would be read
+    spare = torch.where(live[any_live, None, None], both[any_live], stored[:1])
     rows = torch.where(live, blocks, blocks[any_live].clamp(min=0)).long()
     stored[rows] = torch.where(live[:, None, None], both, spare)
     blocks.masked_fill_(both.abs().amax(dim=(1, 2)) <= dead_transition, NO_BLOCK)

@@ -12,6 +12,7 @@ import torch
 from ..errors import ConfigError
 from .geometry import LatentGeometry, PoolGeometry
 from .tensors import DevicePool
+from .upload import send, upload
 
 if TYPE_CHECKING:
     from ..primitives.learned import LearnedContext
@@ -61,8 +62,7 @@ class LearnedRows:
 
     def write(self, pool: DevicePool, slots: np.ndarray) -> None:
         """Into the token ``slots [tokens]`` of all layers."""
+        [where] = upload([slots], pool.device)
         for index, name in enumerate(self.layers):
-            public = pool.kv[name]
-            where = torch.from_numpy(slots).to(public.key.device)
-            key, value = (rows[index].to(public.key.device) for rows in (self.key, self.value))
-            public.write(where, key, value)
+            key, value = (send(rows[index], pool.device) for rows in (self.key, self.value))
+            pool.kv[name].write(where, key, value)

@@ -40,11 +40,11 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
-from vllm_hypic.backends.linear.cuda import SharedPlans
+from vllm_hypic.backends.linear.cuda import EVERYTHING, AtOnce, SharedPlans
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Inputs
-from vllm_hypic.backends.ops.program import SegmentRow
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.transition_blocks import TransitionBlocks
@@ -208,9 +208,9 @@ def test_many_segments_are_captured_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     both = replace(rows, rows=torch.cat([rows.rows, other]))
     shared, found = SharedPlans(), []
     for most in (1, 2):
-        plans = shared.parts(both, CPU, most)
+        plans = shared.segment_parts(both, CPU, AtOnce(most))
         assert [len(plan.scans) for plan in plans] == [most] * (2 // most)
-        assert shared.parts(both, CPU, most) is plans
+        assert shared.segment_parts(both, CPU, AtOnce(most)) is plans
         fresh = World(QWEN)
         fresh.pool.transition_blocks.offer(2)
         monkeypatch.setattr(type(fresh.layer), "_segments_at_once", lambda self, most=most: most)
@@ -222,6 +222,39 @@ def test_many_segments_are_captured_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         found.append((core, records.state[2:4], records.conv_tail[2:4], *fresh.layer.kv_cache))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def test_requests_whose_chunks_lack_many_rows_are_composed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of one that stock code ran, another is composed; alone or beside the first, results are the
+    same."""
+    world = World(QWEN)
+    first = linear_step(world.step, BLOCK).composed
+    assert first is not None
+    rows, n = world.starts[4], world.starts[5] - world.starts[4]
+    other = ComposeRow(4, 0, len(first.ops), len(first.ops) + 1), ComposeOp(rows, n, -1, Mode.NONE)
+    more = [pack([of], type(of)) for of in other]
+    both = replace(
+        first, rows=torch.cat([first.rows, more[0]]), ops=torch.cat([first.ops, more[1]]), shifts=first.shifts
+    )
+    lacking = [sum(-op.tokens % 32 for op in unpack(first.ops, ComposeOp)), -n % 32]
+    found = []
+    for most, parts in (
+        (EVERYTHING, 1),
+        (AtOnce(unfilled=sum(lacking)), 1),
+        (AtOnce(unfilled=sum(lacking) - 1), 2),
+    ):
+        plans = SharedPlans().compose_parts(both, CPU, most)
+        assert [len(plan.scans) for plan in plans] == [2 // parts] * parts
+        fresh = World(QWEN)
+        x, core = Inputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, HEADS, QWEN.V)
+        monkeypatch.setattr(type(fresh.layer), "_at_once", lambda self, most=most: most)
+        monkeypatch.setattr(type(fresh.layer), "_slots", lambda self, step: world.slots)
+        fresh.layer.run_composed(fresh.runtime, fresh.step, both, x, core)
+        found.append((core, *fresh.layer.kv_cache))
+    assert found[0][0][rows : rows + n].any()
+    for one in found[1:]:
+        for ours, theirs in zip(one, found[0], strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, atol=LIMIT, rtol=LIMIT)
 
 
 @KINDS

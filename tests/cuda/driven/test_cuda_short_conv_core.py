@@ -96,6 +96,7 @@ class World:
         layer: Any = HypicCUDAShortConv.__new__(HypicCUDAShortConv)
         nn.Module.__init__(layer)
         layer.prefix, layer.L_cache, layer.stock_rows, layer.lengths = NAME, TAPS, 0, lengths
+        layer.conv_dim = SIZE
         layer.cache_config = SimpleNamespace(block_size=BLOCK)
         layer.conv = nn.Module()
         layer.conv.weight, layer.conv.bias = nn.Parameter(normal(SIZE, 1, TAPS)), None

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import attention_world as attention
 import delta_world
-import numpy as np
+import device_rules
 import pytest
+import test_cuda_decode_graphs as decodes
+import test_cuda_mamba2_core as mamba2
+import test_cuda_short_conv_core as short_conv
 import torch
 from delta_world import BAILING, KIMI, QWEN
-from device_rules import OURS, Device, device
-from torch import Tensor
+from device_layers import Attention, Decodes, Delta, Latents, Mamba2, ShortConv
+from device_rules import OURS, UPLOADS, Device
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_hypic.backends.attention import cuda as attention_layer
 from vllm_hypic.backends.attention import cuda_rows
+from vllm_hypic.backends.linear.cuda import AtOnce
 from vllm_hypic.backends.linear.gdn import cuda as delta_layer
-from vllm_hypic.backends.ops.span_attention import plan as span_plan
 from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool import tensors as pool_module
-from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.pool.step import BatchRow, capture_row
 from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
 Patch = pytest.MonkeyPatch
-STOCK = (
-    (QwenGatedDeltaNetAttention, "_forward_core"),
-    (KimiGatedDeltaNetAttention, "_forward"),
-    (BailingMoeV3KimiDeltaAttention, "_forward"),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -51,95 +44,54 @@ def _stock(monkeypatch: Patch) -> None:
     monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", attention.stand_in, raising=False)
 
 
-class Attention:
-    """A layer of wide heads in a pass whose requests that decode have many rows; partial results,
-    a part of 4 columns, are those of 16 rows at a time."""
-
-    def __init__(self, patch: Patch, **kind: Any) -> None:
-        patch.setattr(attention, "HEADS", 8)
-        patch.setattr(attention, "SIZE", 128)
-        patch.setattr(cuda_rows, "SHORTEST", 4)
-        patch.setattr(span_plan, "part_columns", lambda *_: 4)
-        for module in (cuda_rows, attention_layer):
-            patch.setattr(module, "PARTIAL_BYTES", 16 * 3 * 8 * 128 * 4)
-        self.patch = patch
-        self.world = attention.World(torch.bfloat16, attention.angles(128), drafts=23, **kind)
-
-    def run(self) -> Device:
-        world = self.world
-        with device(self.patch) as here, self.patch.context() as patch:
-            stand_in = here.stock(flash_attn.flash_attn_varlen_func)
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                result = stand_in(*args, **kwargs)
-                # Of the stock call the log-sum-exp alone stays.
-                here.count(result if kwargs.get("out") is None else result[1:])
-                return result
-
-            here.own(vars(world.pool.kv["layer"]), world.query, world.key, world.value, world.cache)
-            here.own(world.table, world.impl.sinks, vars(world.metadata))
-            here.own(*[vars(composed.stream) for composed in world.step.composed])
-            patch.setattr(flash_attn, "flash_attn_varlen_func", counted)
-            world.forward()
-        assert world.runtime.calls["span_attention"] == 1
-        return here
-
-    def bound(self) -> int:
-        return self.world.impl.scratch_bytes(self.world.starts[-1], self.world.dtype)
-
-
-class Delta:
-    """A gated delta net in a pass of two segment requests, a composed one and two that decode."""
-
-    def __init__(self, patch: Patch, kind: delta_world.Kind, at_once: int) -> None:
-        size = 64
-        patch.setattr(delta_world, "K", size)
-        kind = replace(kind, V=size, gates=(*kind.gates[:1], *[size for _ in kind.gates[1:]]))
-        world = self.world = delta_world.World(kind, (*delta_world.ALL[:3], (2, 32), (0, 32)))
-        rows = [BatchRow(i, world.starts[i], world.starts[i + 1], s0, s0 + 32) for i, s0 in ((3, 2), (4, 0))]
-        world.step = replace(
-            world.step,
-            captures=[
-                capture_row(
-                    f"segment {slot}", row, CapturePlan(row.s0, row.s1, slot, np.arange(32), None, False)
-                )
-                for slot, row in zip((2, 3), rows, strict=True)
-            ],
-        )
-        world.layer.conv_dim = kind.channels
-        world.pool.transition_blocks.release([3])
-        patch.setattr(delta_layer, "SUMMARY_BYTES", at_once * world.layer._summary_bytes())
-        self.patch = patch
-
-    def run(self) -> Device:
-        world, records = self.world, self.world.pool.linear[delta_world.NAME]
-        with device(self.patch) as here, self.patch.context() as patch:
-            here.own([getattr(records, name) for name in ("state", "conv_tail", "transitions", "block_of")])
-            here.own(list(world.layer.parameters()), world.layer.kv_cache, world.mixed, world.a, world.b)
-            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
-            for layer, name in STOCK:
-                patch.setattr(layer, name, here.stock(getattr(layer, name)))
-            kind = type(world.kind)
-
-            def call(*given: Any, stock: Callable[..., None] = kind.call) -> None:
-                here.own(given[-1])
-                stock(*given)
-
-            patch.setattr(kind, "call", call)
-            world.run(world.step)
-        assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
-        return here
-
-    def bound(self) -> int:
-        """Without what interiors carry between passes: here none is cut."""
-        return self.world.layer.scratch(self.world.tokens, torch.float32).working
-
-
 QUANTISED = {"scales": attention.SCALES, "window": 20, "sinks": True}
 """What takes most: the query is copied, private and public parts are both of ours."""
 KINDS = pytest.mark.parametrize(
     "kind", [{}, {"sinks": True}, QUANTISED], ids=["", "sinks", "FP8 windows sinks"]
 )
+LAYERS = {
+    "attention": Attention,
+    "latents": Latents,
+    "Qwen": partial(Delta, kind=QWEN, at_once=2),
+    "Kimi": partial(Delta, kind=KIMI, at_once=2),
+    "Bailing V3": partial(Delta, kind=BAILING, at_once=2),
+    "Mamba2": Mamba2,
+    "short convolutions": ShortConv,
+}
+PASSES = LAYERS | {"decodes": Decodes}
+EACH = pytest.mark.parametrize("made", PASSES.values(), ids=PASSES.keys())
+
+
+def a_part(layer: Any) -> int:
+    """Bytes of something that the layer's books count: without it, the pass would go beyond them."""
+    world = layer.world
+    match layer:
+        case Attention():
+            heads, size = attention.HEADS, attention.SIZE
+            # Of the quantised pass a copy of the query.
+            return int(world.starts[-1] * heads * size * world.dtype.itemsize)
+        case Decodes():
+            # Its result, and a copy of the query, which is in the model's dtype here.
+            return 2 * decodes.ROWS * attention.HEADS * attention.SIZE * 4
+        case Latents():
+            return int(world.impl.row_bytes(world.dtype)) * cuda_rows.SHORTEST_OF_LATENTS * 2
+        case Delta():
+            return int(world.layer._summary_bytes())
+        case ShortConv():
+            return int(world.tokens * short_conv.SIZE * 4)
+        case Mamba2():
+            return int(world.tokens * mamba2.INNER * 4)
+    raise TypeError(layer)
+
+
+@EACH
+def test_no_pass_waits_or_takes_more_than_its_books(made: Any, monkeypatch: Patch) -> None:
+    layer = made(monkeypatch)
+    here = layer.run()
+    assert not here.broken
+    assert here.peak <= layer.bound()
+    if made is not Attention:
+        assert here.peak > layer.bound() - a_part(layer), "books without this part would pass"
 
 
 @KINDS
@@ -149,24 +101,14 @@ def test_attention(kind: dict[str, Any], monkeypatch: Patch) -> None:
     assert not here.broken
     assert here.peak <= layer.bound()
     if kind is QUANTISED:
-        elements = layer.world.starts[-1] * 8 * 128
-        result, copies = 4 * elements, 3 * 2 * elements
-        assert here.peak > layer.bound() - min(result, copies), "books without one of these would pass"
+        assert here.peak > layer.bound() - a_part(layer), "books without a copy of the query would pass"
 
 
-def test_attention_in_one_piece_would_show(monkeypatch: Patch) -> None:
-    layer = Attention(monkeypatch, **QUANTISED)
+@pytest.mark.parametrize("made", [partial(Attention, **QUANTISED), Latents], ids=["attention", "latents"])
+def test_attention_in_one_piece_would_show(made: Any, monkeypatch: Patch) -> None:
+    layer = made(monkeypatch)
     monkeypatch.setattr(cuda_rows, "PARTIAL_BYTES", 512 << 20)
     assert layer.run().peak > layer.bound()
-
-
-@pytest.mark.parametrize("kind", [QWEN, KIMI, BAILING], ids=["Qwen", "Kimi", "Bailing V3"])
-def test_delta_nets(kind: delta_world.Kind, monkeypatch: Patch) -> None:
-    layer = Delta(monkeypatch, kind, at_once=2)
-    here = layer.run()
-    assert not here.broken
-    assert here.peak <= layer.bound()
-    assert here.peak > layer.bound() - layer.world.layer._summary_bytes(), "books without one would pass"
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -176,6 +118,20 @@ def test_summaries_of_few_interiors_are_held_at_once(kept: bool, monkeypatch: Pa
     if not kept:
         monkeypatch.setattr(type(layer.world.layer), "_segments_at_once", lambda self: 2)
     assert (layer.run().peak <= bound) is kept
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_chunks_that_are_filled_in_part_are_in_the_books(kept: bool, monkeypatch: Patch) -> None:
+    """Three segments of one row each, of which one may lack the rest of its chunk at a time."""
+    layer = Delta(monkeypatch, QWEN, at_once=3, rows=1, segments=3)
+    taken = layer.world.layer.terms_bytes() * 31
+    assert layer.run().peak > layer.bound() - taken, "books without one of them would pass"
+    few = Delta(monkeypatch, QWEN, at_once=3, rows=1, segments=3)
+    monkeypatch.setattr(delta_layer, "UNFILLED_BYTES", taken)
+    bound = few.bound()
+    if not kept:
+        monkeypatch.setattr(type(few.world.layer), "_at_once", lambda self: AtOnce())
+    assert (few.run().peak <= bound) is kept
 
 
 FAULTS = {
@@ -192,23 +148,34 @@ FAULTS = {
 }
 
 
-def test_what_is_against_the_rules_shows(monkeypatch: Patch) -> None:
+@EACH
+def test_what_is_against_the_rules_shows(made: Any, monkeypatch: Patch) -> None:
     """Planted in the forward pass, in a file of the package."""
-    layer = Attention(monkeypatch)
+    layer = made(monkeypatch)
     planted = [compile(fault, f"{OURS}planted_{i}.py", "eval") for i, fault in enumerate(FAULTS)]
-    heads = attention_layer.HypicCUDAAttentionImpl.heads
+    owner, name, rows_of = layer.planted
+    right = getattr(owner, name)
 
-    def faulty(impl: Any, query: Tensor) -> Any:
+    def faulty(self: Any, *given: Any) -> Any:
+        rows = rows_of(*given)
         for fault in planted:
-            eval(fault, {"torch": torch, "query": query})
-        return heads(impl, query)
+            eval(fault, {"torch": torch, "query": rows.view(len(rows), -1, 1) if rows.dim() == 2 else rows})
+        return right(self, *given)
 
-    monkeypatch.setattr(attention_layer.HypicCUDAAttentionImpl, "heads", faulty)
+    monkeypatch.setattr(owner, name, faulty)
     found = layer.run().broken
     for i, what in enumerate(FAULTS.values()):
         mine = [line for line in found if line.startswith(f"planted_{i}.py")]
         assert any(what in line for line in mine), (what, mine)
     assert not [line for line in found if not line.startswith("planted_")]
+
+
+@pytest.mark.parametrize("made", [Mamba2, ShortConv])
+def test_what_stays_on_the_host_shows(made: Any, monkeypatch: Patch) -> None:
+    """Tables of plans, columns and rows, were they not uploaded: kernels are given them."""
+    layer = made(monkeypatch)
+    monkeypatch.setattr(device_rules, "UPLOADS", [(m, n) for m, n in UPLOADS if "plan" not in m.__name__])
+    assert any("a kernel is given torch.int32" in line for line in layer.run().broken)
 
 
 def test_a_kernel_that_is_given_what_lies_on_the_host_shows(monkeypatch: Patch) -> None:

@@ -7,9 +7,11 @@ stream alone.
 from __future__ import annotations
 
 import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import device_rules
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from vllm_hypic.engine import drafter
 from vllm_hypic.engine.drafter import ComposingDraftModel, ComposingHead
+from vllm_hypic.pool import step as pool_step
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, composed_row
 
@@ -203,3 +207,33 @@ def test_slots_by_logical_positions_would_show(ours: Any, stock: Any, extra: int
         run(proposer(stock, extra), None, logical(step)),
     )
     assert any(not torch.equal(a["slots"], b["slots"]) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ours", "extra", "mrope", "host"),
+    [
+        (ComposingDraftModel, 1, False, None),
+        (ComposingHead, 0, False, None),
+        (ComposingHead, 0, True, None),
+        (ComposingHead, 0, False, pool_step),
+        (ComposingHead, 0, True, drafter),
+    ],
+    ids=["draft model", "head", "head of a model that sees", "fault", "fault of one that sees"],
+)
+def test_positions_alone_are_waited_for(
+    ours: Any, extra: int, mrope: bool, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each further draft, on a GPU: see ``driven/device_rules.py``.  ``host``: a module whose uploads stay
+    on the host, which would show."""
+    others = [named for named in device_rules.UPLOADS if named[0] is not host]
+    monkeypatch.setattr(device_rules, "UPLOADS", others)
+    made, step, given = proposer(ours, extra, mrope), step_of(), common()
+    monkeypatch.setattr(sys.modules[__name__], "common", lambda: given)
+    positions = logical(step)
+    if mrope:
+        positions = positions.expand(3, -1)
+    with device_rules.device(monkeypatch) as here:
+        here.own(vars(made), vars(given), REJECTED, positions, [vars(c.stream) for c in step.composed])
+        run(made, step, positions)
+    found = {line.partition(":")[0] + line.rpartition(":")[2] for line in here.broken}
+    assert (found == {"engine/drafter.py tolist()"}) is (host is None)

@@ -156,13 +156,14 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
         """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
-        # The public result and its log-sum-exp; the private one and the rows of the query it is for.  A
-        # private part of ours takes less, and is gone before the public one is made.  Sinks make another
-        # log-sum-exp, and weights of the result.
-        # A query in FP8 is read in the model's dtype.
-        queries = 3 if self.has_quantised_cache() else 2
-        per_head = self.head_size * (FLOAT_BYTES + queries * dtype.itemsize) + 4 * FLOAT_BYTES
-        return int(rows * self.num_heads * per_head + PARTIAL_BYTES)
+        # A result in float32 stands beside parts of it, or what becomes of it in the model's dtype: one
+        # of a second call of FlashAttention and the rows of the query it is for take no more, and are gone
+        # before.  Four log-sum-exps of a row are the most that there are, with sinks.  A query in FP8 is read
+        # in the model's dtype.
+        elements = rows * self.num_heads * self.head_size
+        floats = elements + 4 * rows * self.num_heads
+        query = elements * dtype.itemsize if self.has_quantised_cache() else 0
+        return floats * FLOAT_BYTES + query + max(PARTIAL_BYTES, elements * dtype.itemsize)
 
     @property
     def lse_version(self) -> int | None:

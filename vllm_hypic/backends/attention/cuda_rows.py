@@ -141,8 +141,9 @@ def _divide(
 
 
 def _partial_bytes(plan: SpanPlan) -> int:
-    """Device memory of a plan's partial results, held while its attention is computed."""
-    return sum(work.partial_rows for work in plan.work) * plan.kv_heads * plan.head_size * FLOAT_BYTES
+    """Device memory of a plan's partial results and their log-sum-exps, held while it is computed."""
+    rows = sum(work.partial_rows for work in plan.work)
+    return rows * plan.kv_heads * (plan.head_size + 1) * FLOAT_BYTES
 
 
 Piece = TypeVar("Piece")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,27 +19,62 @@ if TYPE_CHECKING:
 # The planning module imports Triton, which CPU installations lack: it is imported when a pass needs it.
 
 
+@dataclass(frozen=True)
+class AtOnce:
+    """What a layer runs at once of a pass, whose other requests come after: so many requests, of whose
+    stretches the last chunks lack so many rows.  One request always."""
+
+    requests: int = sys.maxsize
+    unfilled: int = sys.maxsize
+
+    def turns(self, unfilled: Sequence[int]) -> Iterator[slice]:
+        """Requests that are run at once; ``unfilled``: rows that each lacks."""
+        first, lacking = 0, 0
+        for i, rows in enumerate(unfilled):
+            if i > first and (i - first == self.requests or lacking + rows > self.unfilled):
+                yield slice(first, i)
+                first, lacking = i, 0
+            lacking += rows
+        yield slice(first, len(unfilled))
+
+
+EVERYTHING = AtOnce()
+
+
 class SharedPlans(OncePer):
     """Plans and index tensors of one pass, made by the first layer that asks."""
 
     def segments(self, segments: Segments, device: torch.device) -> SegmentPlan:
-        [plan] = self.parts(segments, device, max(1, len(segments.rows)))
+        [plan] = self.segment_parts(segments, device, EVERYTHING)
         return plan
 
-    def parts(self, segments: Segments, device: torch.device, most: int) -> list[SegmentPlan]:
-        """Plans of ``most`` segment requests each, for layers that keep much of each while they run."""
-        from ..ops.linear_layer.triton.plan import plan_segments
+    def segment_parts(self, segments: Segments, device: torch.device, most: AtOnce) -> list[SegmentPlan]:
+        """A plan for each turn, for layers that take much memory for a request while they run."""
+        from ..ops.linear_layer.triton.plan import plan_segments, unfilled_segments
 
+        rows = segments.rows
         return self(
             segments,
-            ("plans", most),
-            lambda: [plan_segments(rows, device) for rows in segments.rows.split(most)],
+            most,
+            lambda: [plan_segments(rows[turn], device) for turn in most.turns(unfilled_segments(rows))],
         )
 
     def compose(self, composed: Composed, device: torch.device) -> ComposePlan:
-        from ..ops.linear_layer.triton.plan import plan_compose
+        [plan] = self.compose_parts(composed, device, EVERYTHING)
+        return plan
 
-        return self(composed, "plan", lambda: plan_compose(composed.rows, composed.ops, device))
+    def compose_parts(self, composed: Composed, device: torch.device, most: AtOnce) -> list[ComposePlan]:
+        """The same of composed requests."""
+        from ..ops.linear_layer.triton.plan import plan_compose, unfilled_composed
+
+        rows, ops = composed.rows, composed.ops
+        return self(
+            composed,
+            most,
+            lambda: [
+                plan_compose(rows[turn], ops, device) for turn in most.turns(unfilled_composed(rows, ops))
+            ],
+        )
 
     def slots(self, metadata: Any, slots: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """``slots(metadata)``: cache slots by batch row, contiguous."""

@@ -56,8 +56,13 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
         channels = self.conv_dim // self.tp_size
-        terms = heads * (K + V + _CHUNK + (2 * K if self.channel_gates else 0)) * _FLOAT
-        return Scratch(rows * (terms + channels * dtype.itemsize), _CARRIED * heads * K * (K + V) * _FLOAT)
+        carried = _CARRIED * heads * K * (K + V) * _FLOAT
+        return Scratch(rows * (self.terms_bytes() + channels * dtype.itemsize), carried)
+
+    def terms_bytes(self) -> int:
+        """What is kept of a chunk's row while it is scanned."""
+        heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
+        return heads * (K + V + _CHUNK + (2 * K if self.channel_gates else 0)) * _FLOAT
 
     def records(self, runtime: HypicRuntime) -> LinearRecords:
         return runtime.pool.records(self.prefix, LinearRecords)

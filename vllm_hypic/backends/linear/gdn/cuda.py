@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 from ....pool.shared import Once
 from ...ops import gated_delta
 from ..base import Scratch
-from ..cuda import SharedPlans, warm_up_plans
+from ..cuda import AtOnce, SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
 from .base import DeltaNet, HypicGatedDeltaNet
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SUMMARY_BYTES = 256 << 20
 """Summaries of interiors that a layer has at once: segment requests of a pass beyond that come after."""
+UNFILLED_BYTES = 64 << 20
+"""What the rows take that the last chunks of stretches lack: requests beyond that come after, too."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class CUDADeltaNet(DeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plans = step.shared.of(SharedPlans).parts(segments, step.device, self._segments_at_once())
+        plans = step.shared.of(SharedPlans).segment_parts(segments, step.device, self._at_once())
         views, records = self._current_views(), self.records(runtime)
         caches, carries = views.caches(self._slots(step)), self.cut(runtime, segments)
         dead = runtime.dead_transition
@@ -71,16 +73,25 @@ class CUDADeltaNet(DeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        plan = step.shared.of(SharedPlans).compose(composed, step.device)
+        most = AtOnce(unfilled=self._at_once().unfilled)  # nothing is kept of a request
+        plans = step.shared.of(SharedPlans).compose_parts(composed, step.device, most)
         views, records = self._current_views(), self.records(runtime)
-        operators.run_compose(plan, x, views.weights, views.caches(self._slots(step)), out, records)
+        caches = views.caches(self._slots(step))
+        for plan in plans:
+            operators.run_compose(plan, x, views.weights, caches, out, records)
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        """What a pass of so many rows allocates: also summaries of interiors, which the operators keep while
-        they run."""
-        own = super().scratch(rows, dtype)
-        summaries = min(rows, self._segments_at_once()) * self._summary_bytes()
-        return own._replace(working=own.working + summaries)
+        """What a pass of so many rows allocates: also for rows that chunks lack, and summaries of interiors,
+        which the operators keep while they run."""
+        from ...ops.linear_layer.triton.plan import CHUNKS
+
+        own, most = super().scratch(rows, dtype), self._at_once()
+        unfilled = min(rows * (CHUNKS[-1] - 1), most.unfilled) * self.terms_bytes()
+        summaries = min(rows, most.requests) * self._summary_bytes()
+        return own._replace(working=own.working + unfilled + summaries)
+
+    def _at_once(self) -> AtOnce:
+        return AtOnce(self._segments_at_once(), UNFILLED_BYTES // self.terms_bytes())
 
     def _segments_at_once(self) -> int:
         return max(1, SUMMARY_BYTES // self._summary_bytes())

@@ -110,7 +110,10 @@ class HypicCUDAMamba2(HypicMamba2):
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         carried = _CARRIED * self.tped_dt_size * self.head_dim * self.ssm_state_size * torch.float32.itemsize
-        return Scratch(rows * self.tped_conv_size * dtype.itemsize + carried, carried)
+        # Rows of ours are convolved; then stock code is given those left to it in memory of their own, and
+        # leaves its results there.
+        inner, convolved = self.tped_intermediate_size, self.tped_conv_size
+        return Scratch(rows * (2 * inner + convolved + self.tped_dt_size) * dtype.itemsize + carried, carried)
 
     def _slots(self, step: StepContext) -> torch.Tensor:
         metadata = get_forward_context().attn_metadata[self.prefix]

@@ -117,8 +117,11 @@ class HypicCUDAShortConv(HypicShortConv):
             operators.run(composing, x, weights, caches, out, records)
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        # A row as it came, its projection in three parts, what is convolved of these, and two results.
-        return Scratch(rows * 9 * self.conv.weight.size(0) * dtype.itemsize, 0)
+        # A row's projection in three parts, two of these and what is convolved among the batch's rows, that
+        # again alone; and a result, which ranks add up in memory of its own.
+        channels, hidden = self.conv.weight.size(0), self.conv_dim
+        results = 1 if channels == hidden else 2
+        return Scratch(rows * (7 * channels + results * hidden) * dtype.itemsize, 0)
 
     def weights_changed(self) -> None:
         self._constants = None

@@ -129,6 +129,18 @@ class FixedPlans:
         items[: len(work)], merges[: len(divided.merges)] = work, divided.merges
         return self._write(token_rows, visible, items, merges)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the buffers."""
+        return self._packed.nbytes + self._columns.nbytes
+
+    def result_bytes(self, rows: int) -> int:
+        """What a layer allocates in a pass of ``rows`` rows: results and parts of them, each with its
+        log-sum-exp, and a query in the model's dtype where it comes in another."""
+        partial = self._items(rows) * min(self.group, self.block)
+        results = (rows * self.heads + partial * self.kv_heads) * (self.head_size + 1)
+        return results * torch.float32.itemsize + rows * self.heads * self.head_size * self.dtype.itemsize
+
     def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Token rows, columns that they see, items and tiles to merge of a pass in which nothing is seen."""
         most = self.most

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -264,6 +265,23 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
         device, (ChunkRow, cut.rows), (ComposeScan, scans), (ComposeStep, steps), (ContextRow, contexts)
     )
     return ComposePlan(cut.longest, chunks, scan_table, step_table, context_table, reach)
+
+
+def unfilled_segments(rows: Tensor) -> list[int]:
+    """How many rows the last chunks of each request's stretches lack; `rows` as of `plan_segments`."""
+    return [
+        sum((first - stop) % CHUNKS[-1] for first, stop in pairwise((r.first, r.begin, r.end, r.stop)))
+        for r in unpack(_on_host(rows), SegmentRow)
+    ]
+
+
+def unfilled_composed(rows: Tensor, ops: Tensor) -> list[int]:
+    """The same of composed requests, at most; `rows` and `ops` as of `plan_compose`."""
+    operations = unpack(_on_host(ops), ComposeOp)
+    return [
+        sum(-op.tokens % CHUNKS[-1] for op in operations[r.first_op : r.stop_op])
+        for r in unpack(_on_host(rows), ComposeRow)
+    ]
 
 
 class _Run(NamedTuple):

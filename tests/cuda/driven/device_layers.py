@@ -1,0 +1,308 @@
+"""A layer of each kind in a pass that is watched as a GPU would be: see ``device_rules.py``.
+
+Each has ``run``, which runs the pass; ``bound``, the bytes that it may take by the layer's own books; and
+``planted``, a method that the pass calls, and how its arguments name rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import attention_world as attention
+import delta_world
+import mixed_batch
+import numpy as np
+import pytest
+import test_cuda_decode_graphs as decodes
+import test_cuda_mamba2_core as mamba2
+import test_cuda_mla_forward as latents
+import test_cuda_short_conv_core as short_conv
+import torch
+from device_rules import Device, device
+from torch import Tensor
+from vllm.model_executor.layers.mamba import mamba_mixer2
+from vllm.model_executor.layers.mamba import short_conv as stock_short_conv
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv as StockShortConv
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
+
+from vllm_hypic.backends.attention import cuda as attention_layer
+from vllm_hypic.backends.attention import cuda_mla, cuda_rows
+from vllm_hypic.backends.linear.gdn import cuda as delta_layer
+from vllm_hypic.backends.linear.mamba2.cuda import HypicCUDAMamba2
+from vllm_hypic.backends.linear.short_conv.cuda import HypicCUDAShortConv
+from vllm_hypic.backends.ops.span_attention import plan as span_plan
+from vllm_hypic.backends.ops.span_attention.fixed import FixedPlans
+from vllm_hypic.pool.plans import CapturePlan
+from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
+
+Patch = pytest.MonkeyPatch
+Planted = tuple[type, str, Callable[..., Tensor]]
+STOCK = (
+    (QwenGatedDeltaNetAttention, "_forward_core"),
+    (KimiGatedDeltaNetAttention, "_forward"),
+    (BailingMoeV3KimiDeltaAttention, "_forward"),
+)
+PARTS = 4
+"""Columns of a part, in which all columns of a request of the worlds make several."""
+
+
+class Attention:
+    """A layer of wide heads in a pass whose requests that decode have many rows; partial results are those of
+    16 rows at a time."""
+
+    planted: Planted = attention_layer.HypicCUDAAttentionImpl, "heads", lambda query: query
+
+    def __init__(self, patch: Patch, **kind: Any) -> None:
+        patch.setattr(attention, "HEADS", 8)
+        patch.setattr(attention, "SIZE", 128)
+        patch.setattr(cuda_rows, "SHORTEST", 4)
+        patch.setattr(span_plan, "part_columns", lambda *_: PARTS)
+        for module in (cuda_rows, attention_layer):
+            patch.setattr(module, "PARTIAL_BYTES", 16 * 3 * 8 * 129 * 4)
+        self.patch = patch
+        self.world = attention.World(torch.bfloat16, attention.angles(128), drafts=23, **kind)
+
+    def run(self) -> Device:
+        world = self.world
+        with device(self.patch) as here, self.patch.context() as patch:
+            stand_in = here.stock(flash_attn.flash_attn_varlen_func)
+
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                result = stand_in(*args, **kwargs)
+                # Of the stock call the log-sum-exp alone stays.
+                here.count(result if kwargs.get("out") is None else result[1:])
+                return result
+
+            here.own(vars(world.pool.kv["layer"]), world.query, world.key, world.value, world.cache)
+            here.own(world.table, world.impl.sinks, vars(world.metadata))
+            here.own(*[vars(composed.stream) for composed in world.step.composed])
+            patch.setattr(flash_attn, "flash_attn_varlen_func", counted)
+            world.forward()
+        assert world.runtime.calls["span_attention"] == 1
+        return here
+
+    def bound(self) -> int:
+        return self.world.impl.scratch_bytes(self.world.starts[-1], self.world.dtype)
+
+
+class Latents:
+    """Latent attention in a pass with a long composed prefill."""
+
+    planted: Planted = cuda_mla.CUDALatentAttention, "absorbed", lambda layer, nope: nope
+
+    def __init__(self, patch: Patch) -> None:
+        lengths = [*latents.LENGTHS]
+        lengths[2] = lengths[2][0], 60
+        patch.setattr(latents, "LENGTHS", tuple(lengths))
+        patch.setattr(latents, "RANK", 256)
+        patch.setattr(latents, "SIZE", 256 + latents.ROPE)
+        patch.setattr(cuda_rows, "SHORTEST_OF_LATENTS", 4)
+        patch.setattr(span_plan, "part_columns", lambda *_: PARTS)
+        for module in (cuda_rows, cuda_mla):
+            patch.setattr(module, "PARTIAL_BYTES", 970_000)
+        patch.setattr(TritonMLAImpl, "forward_mqa", latents.decode_any)
+        self.patch = patch
+        self.world = latents.World(torch.bfloat16)
+
+    def run(self) -> Device:
+        world, whole = self.world, self.world.metadata
+        with device(self.patch) as here, self.patch.context() as patch:
+            here.own(vars(world.pool.kv["layer"]), world.query, world.latent, world.key, world.cache)
+            here.own(world.table, world.layer.W_UK_T, world.layer.W_UV, world.up, world.layer._k_scale)
+            here.own(vars(whole), vars(whole.prefill), vars(whole.decode))
+            here.own(*[vars(composed.stream) for composed in world.step.composed])
+            stock = world.layer.forward_impl
+
+            def forward(*given: Any, output: Tensor) -> Any:
+                here.own(output)
+                return stock(*given, output=output)
+
+            patch.setattr(type(world), "metadata", whole)
+            patch.setitem(vars(world.layer), "forward_impl", forward)
+            world.forward()
+        assert world.runtime.calls == {"capture_kv": 1, "span_attention": 2}
+        return here
+
+    def bound(self) -> int:
+        found: int = self.world.impl.scratch_bytes(self.world.starts[-1], self.world.dtype)
+        return found
+
+
+class Delta:
+    """A gated delta net in a pass of ``segments`` requests of ``rows`` rows each, the last ones of five, and
+    two that decode; the third is composed where it is none of them.
+
+    ``at_once``: summaries of so many are had at a time, and what the chunks of so many may lack.
+    """
+
+    planted: Planted = (
+        delta_layer.CUDADeltaNet,
+        "run_segments",
+        lambda runtime, step, segments, x, out: x.mixed,
+    )
+
+    def __init__(
+        self, patch: Patch, kind: delta_world.Kind, at_once: int, rows: int = 32, segments: int = 2
+    ) -> None:
+        size = 64
+        patch.setattr(delta_world, "K", size)
+        kind = replace(kind, V=size, gates=(*kind.gates[:1], *[size for _ in kind.gates[1:]]))
+        lengths = [*delta_world.ALL[: 5 - segments], *[(2, rows)] * (segments - 1), (0, rows)]
+        world = self.world = delta_world.World(kind, lengths)
+        captures = []
+        for i, slot in zip(range(5 - segments, 5), (2, 3, 1), strict=False):
+            s0 = lengths[i][0]
+            row = BatchRow(i, world.starts[i], world.starts[i + 1], s0, s0 + rows)
+            plan = CapturePlan(s0, s0 + rows, slot, np.arange(rows), None, leading=False)
+            captures.append(capture_row(f"segment {slot}", row, plan))
+        composed = world.step.composed if segments == 2 else []
+        world.step = replace(world.step, composed=composed, captures=captures)
+        world.layer.conv_dim = kind.channels
+        world.pool.transition_blocks.release([3, *([] if composed else [1])])
+        layer = world.layer
+        patch.setattr(delta_layer, "SUMMARY_BYTES", at_once * layer._summary_bytes())
+        patch.setattr(delta_layer, "UNFILLED_BYTES", at_once * (-rows % 32) * layer.terms_bytes())
+        self.patch, self.calls = patch, {"capture_linear": 1, **({"compose": 1} if composed else {})}
+
+    def run(self) -> Device:
+        world, records = self.world, self.world.pool.linear[delta_world.NAME]
+        with device(self.patch) as here, self.patch.context() as patch:
+            here.own([getattr(records, name) for name in ("state", "conv_tail", "transitions", "block_of")])
+            here.own(list(world.layer.parameters()), world.layer.kv_cache, world.mixed, world.a, world.b)
+            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
+            for layer, name in STOCK:
+                patch.setattr(layer, name, here.stock(getattr(layer, name)))
+            kind = type(world.kind)
+
+            def call(*given: Any, stock: Callable[..., None] = kind.call) -> None:
+                here.own(given[-1])
+                stock(*given)
+
+            patch.setattr(kind, "call", call)
+            world.run(world.step)
+        assert world.runtime.calls == self.calls
+        return here
+
+    def bound(self) -> int:
+        """Without what interiors carry between passes: here none is cut."""
+        return self.world.layer.scratch(self.world.tokens, torch.float32).working
+
+
+class Mamba2:
+    """A Mamba2 layer in a pass whose last request is a long prefill of stock code's."""
+
+    planted: Planted = HypicCUDAMamba2, "run_segments", lambda runtime, step, segments, x, out: x.projected
+    operator = mamba_mixer2, "mamba_mixer2"
+    stock = MambaMixer2, "conv_ssm_forward", mamba2.stock_core
+
+    def __init__(self, patch: Patch) -> None:
+        for name, size in (("P", 64), ("N", 64), ("INNER", 128), ("CHANNELS", 256)):
+            patch.setattr(mamba2, name, size)
+        self.patch, self.world = patch, mamba2.World((*mixed_batch.ALL[:-1], (0, 300)))
+        self.world.layer._weights()  # made once, of the model's
+        self.given = self.world.projected, self.world.pool.linear[mamba2.NAME].parts
+
+    def run(self) -> Device:
+        world, layer = self.world, self.world.layer
+        with device(self.patch) as here, self.patch.context() as patch, torch.no_grad():
+            here.own(list(layer.parameters()), vars(layer._constants), layer.kv_cache, *self.given)
+            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
+            owner, name, stand_in = self.stock
+            patch.setattr(owner, name, here.stock(stand_in))
+            module, operator = self.operator
+            called = getattr(module, operator)
+
+            def call(rows: Tensor, out: Tensor, layer: str) -> None:
+                here.own(out)
+                called(rows, out, layer)
+
+            patch.setattr(module, operator, call)
+            self.prepare(here, patch)
+            world.run(world.step)
+        assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
+        return here
+
+    def prepare(self, here: Device, patch: Patch) -> None:
+        """What else is a stand-in."""
+
+    def bound(self) -> int:
+        """Without what interiors carry between passes: here none is cut."""
+        own = self.world.layer.scratch(self.world.tokens, torch.float32)
+        found: int = own.working - own.carried
+        return found
+
+
+class ShortConv(Mamba2):
+    """A short convolution in a pass with a long segment request."""
+
+    planted: Planted = HypicCUDAShortConv, "projected", lambda x, out, tokens, run: x.hidden
+    operator = stock_short_conv, "short_conv"
+    stock = StockShortConv, "forward_cuda", short_conv.stock_core
+
+    def __init__(self, patch: Patch) -> None:
+        patch.setattr(stock_short_conv, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+        patch.setattr(short_conv, "SIZE", 96)
+        lengths = (*mixed_batch.DECODES[:3], (2, 300))
+        self.patch, self.world = patch, short_conv.World(lengths)
+        self.world.layer._weights()
+        self.given = self.world.hidden, (self.world.tails,)
+
+    def prepare(self, here: Device, patch: Patch) -> None:
+        stock = short_conv.Projection.forward
+
+        def projected(layer: Any, x: Tensor) -> Any:
+            made = stock(layer, x)
+            here.count(made)
+            return made
+
+        patch.setattr(short_conv.Projection, "forward", projected)
+
+
+class Decodes:
+    """Attention in a pass that decodes composed requests, as a full graph has it."""
+
+    planted: Planted = (
+        attention_layer.HypicCUDAAttentionImpl,
+        "_add_decoded",
+        lambda link, plans, query, output: query,
+    )
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch, self.world = patch, decodes.World()
+
+    def run(self) -> Device:
+        world = self.world
+        with device(self.patch) as here, self.patch.context() as patch:
+            here.own(vars(world.public), world.query, world.output, world.cache, world.table)
+            here.own(vars(world.metadata), [vars(plans) for plans in world.plans._made.values()])
+            patch.setattr(flash_attn, "flash_attn_varlen_func", here.stock(decodes.padded))
+            # An upload.
+            patch.setattr(FixedPlans, "_write", here.stock(FixedPlans._write))
+            made = world.step
+
+            def step(*given: Any) -> StepContext:
+                found = made(*given)
+                assert found.decoding is not None
+                here.own(vars(found.decoding))
+                return found
+
+            patch.setattr(world, "step", step)
+            world.enter(["plain", "one", "long"], [5, 20, 30])
+            before = here.held
+            world.forward()
+        assert world.runtime.calls == {"span_attention": 1}
+        self.entered = before
+        return here
+
+    def bound(self) -> int:
+        """Of what is allocated in the pass, and in what is done before it."""
+        [plans] = self.world.plans._made.values()
+        return plans.result_bytes(decodes.ROWS) + self.entered
