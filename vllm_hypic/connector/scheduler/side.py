@@ -63,7 +63,7 @@ class SchedulerSide:
         part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
         ``None`` without such layers; ``reads_successors``: some layers read with each token its successor;
         ``keeps_answers``: what follows a prompt's prefix is captured, too."""
-        self.config, self.geometry, self.ranks = config, geometry, ranks
+        self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
         self.directory = GrowingDirectory(
             geometry.pages,
             geometry.slots,
@@ -86,7 +86,7 @@ class SchedulerSide:
         self.retention = Retention(config, geometry, namespace, self.directory, self._orders)
         self.segment_requests = SegmentRequests(config.dummy_token)
         segments = SegmentPlacement(config, geometry, prefill_flops)
-        need, has_tiers = self.planner.need, bool(config.store.tiers)
+        need, has_tiers, self._view = self.planner.need, bool(config.store.tiers), WorkerView(geometry)
         self._stretches = Stretches(self.directory, need, segments.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
@@ -95,7 +95,6 @@ class SchedulerSide:
         share = self.directory.total.part(awaited)
         self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
         self._deliveries, self._saves = Deliveries(self._orders, ranks), Saves(ranks)
-        self._view, self._island_runs = WorkerView(geometry), island_runs
         self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
             self.directory, self._stretches, self.arrivals, self.admission, self.segment_requests, self._view
