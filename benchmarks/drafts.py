@@ -1,4 +1,4 @@
-"""``drafts``: what speculative decoding by n-grams brings composed requests, beside ordinary ones.
+"""``drafts``: what speculative decoding brings composed requests, beside ordinary ones.
 
 One document is the prompt's leading segment, whose record is exact: the composed request and the ordinary one
 have the same answer in float32, and so the same drafts.  Two engines with the plugin, one of which drafts.
@@ -33,12 +33,17 @@ class Decode:
     gain: Spread
 
 
-@click.command(help="Decode with n-gram drafts and without, of composed and of ordinary requests.")
+@click.command(help="Decode with drafts and without, of composed and of ordinary requests.")
 @engine_options()
 @repeat_options
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=1024, show_default=True)
 @click.option("--generated", type=click.IntRange(2, 4096), default=128, show_default=True)
 @click.option("--drafts", "count", type=click.IntRange(1, 16), default=4, show_default=True, help="A step.")
+@click.option(
+    "--draft-model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of a model that drafts, in place of n-grams.",
+)
 @output_options
 @gate.reporting_failures
 def drafts(
@@ -46,6 +51,7 @@ def drafts(
     tokens: int,
     generated: int,
     count: int,
+    draft_model: Path | None,
     repeats: int,
     seed: int,
     json_path: Path | None,
@@ -53,12 +59,11 @@ def drafts(
 ) -> None:
     check_outputs(json_path, plot_path)
     context, dtype = tokens + generated + BESIDE, {"dtype": "float32"}
-    speculative = {
-        "method": "ngram",
-        "num_speculative_tokens": count,
-        "prompt_lookup_max": 4,
-        "prompt_lookup_min": 2,
-    }
+    if draft_model is None:
+        by = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    else:
+        by = {"method": "draft_model", "model": str(draft_model)}
+    speculative = {"num_speculative_tokens": count, **by}
     alone = Engine(engine, context, hypic=True, name="alone", **dtype)
     drafting = Engine(engine, context, hypic=True, name="drafting", speculative_config=speculative, **dtype)
     with report.progress(console(), repeats + 1, "starting engines") as steps, running(alone, drafting):
@@ -66,7 +71,8 @@ def drafts(
         rows = _measure(alone, drafting, writer, tokens, generated, repeats, steps)
         facts = described(alone, drafting)
     to = console()
-    title = f"decode with {count} n-gram drafts, {engine.model.name}, {tokens} tokens before"
+    drafter = "n-grams" if draft_model is None else draft_model.name
+    title = f"decode with {count} drafts by {drafter}, {engine.model.name}, {tokens} tokens before"
     table = [[r.what, seconds(r.alone.median), seconds(r.drafting.median), *_numbers(r.gain)] for r in rows]
     to.print(report.table(title, ("", "alone", "drafting", "sooner", "min", "max"), table))
     to.print("Gate passed: all four answers to a prompt have the same tokens.")
