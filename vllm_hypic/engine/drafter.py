@@ -32,7 +32,7 @@ class ComposingDrafter:
     positions: torch.Tensor
     uses_mrope: bool
     mrope_positions: torch.Tensor
-    """In place of ``positions`` where these are three-dimensional."""
+    """What a model with three-dimensional positions (M-RoPE) reads in place of ``positions``."""
     max_model_len: int
     net_num_new_slots_per_request: int
     vllm_config: VllmConfig

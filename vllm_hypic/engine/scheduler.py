@@ -345,7 +345,8 @@ class _HypicMixin(Scheduler):
                 queue.add_request(request)
 
     def _unshared_salt(self, request_id: str) -> str:
-        """Of requests that are captured: they must compute all their tokens, and leave nothing to others."""
+        """A cache salt for a request that is captured: it must compute all its tokens, and leave nothing in
+        vLLM's prefix cache to others."""
         return f"hypic:{self._secret}:captured:{request_id}"
 
     def _is_captured(self, request: Request) -> bool:

@@ -189,7 +189,8 @@ class RecordPlace:
 
     @property
     def stored_slots(self) -> np.ndarray:
-        """Those of ``slot_mapping`` whose K and V are stored with it, or come."""
+        """The entries of ``slot_mapping`` whose K and V are stored with the record, or come with it; the
+        others are those of ``base``."""
         return self.slot_mapping if self.base is None else self.slot_mapping[self.base.columns :]
 
 

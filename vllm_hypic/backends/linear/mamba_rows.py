@@ -50,16 +50,24 @@ def with_slots_in_a_row(metadata: BaseMambaAttentionMetadata | None) -> None:
         metadata.state_indices_tensor_p = slots.contiguous()
 
 
+def _counts(rows: StockRows) -> dict[str, Any]:
+    """How many requests and tokens of a sub-batch decode and are prefilled, by the metadata's names."""
+    first = rows.starts[rows.decodes]
+    return dict(
+        num_prefills=len(rows.batch_rows) - rows.decodes,
+        num_prefill_tokens=rows.starts[-1] - first,
+        num_decodes=rows.decodes,
+        num_decode_tokens=first,
+        num_reqs=len(rows.batch_rows),
+    )
+
+
 def cpu_fields(metadata: BaseMambaAttentionMetadata, rows: StockRows, slots: torch.Tensor) -> dict[str, Any]:
     """Fields of the metadata of these rows, by name, as far as stock code reads it on CPU; the rest is vLLM's
     defaults.  ``slots``: the rows' own.  Those of decodes are left out: layers take them in several forms."""
-    decodes, first = rows.decodes, rows.starts[rows.decodes]
+    decodes = rows.decodes
     return dict(
-        num_prefills=len(rows.batch_rows) - decodes,
-        num_prefill_tokens=rows.starts[-1] - first,
-        num_decodes=decodes,
-        num_decode_tokens=first,
-        num_reqs=len(rows.batch_rows),
+        **_counts(rows),
         has_initial_states_p=torch.tensor(rows.resumed[decodes:], dtype=torch.bool),
         query_start_loc_p=prefill_starts(rows),
         state_indices_tensor_p=slots[decodes:],
@@ -105,19 +113,14 @@ class MambaRows:
 
     def fields(self, metadata: BaseMambaAttentionMetadata, slots: torch.Tensor) -> dict[str, Any]:
         """Fields of the sub-batch's metadata by name.  ``slots``: ``slots_of(metadata)`` of the batch."""
-        rows, decodes = self.rows, self.rows.decodes
-        own, first = slots.index_select(0, self.batch_rows), rows.starts[decodes]
+        decodes, own = self.rows.decodes, slots.index_select(0, self.batch_rows)
         decoding, accepted = own[:decodes, None], None
         if self.decode_starts is not None:
             assert metadata.state_indices_tensor_d is not None and metadata.num_accepted_tokens is not None
             decoding = metadata.state_indices_tensor_d.index_select(0, self.batch_rows[:decodes])
             accepted = metadata.num_accepted_tokens.index_select(0, self.batch_rows[:decodes])
         return dict(
-            num_prefills=len(rows.batch_rows) - decodes,
-            num_prefill_tokens=rows.starts[-1] - first,
-            num_decodes=decodes,
-            num_decode_tokens=first,
-            num_reqs=len(rows.batch_rows),
+            **_counts(self.rows),
             has_initial_states_p=self.resumed,
             query_start_loc_p=self.starts,
             state_indices_tensor_p=own[decodes:],

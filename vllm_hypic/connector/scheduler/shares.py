@@ -14,7 +14,7 @@ class TenantShares:
 
     def __init__(self) -> None:
         self._held: dict[str, Space] = {}
-        """By tenant; one that holds nothing is not in it."""
+        """What is held, by tenant; a tenant that holds nothing is not in it."""
 
     def of(self, tenant: str) -> Space:
         return self._held.get(tenant, Space())

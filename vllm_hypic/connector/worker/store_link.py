@@ -67,7 +67,7 @@ class StoreLink(RecordLink):
         self._fetching: dict[ObjectName, _Fetch] = {}
         """Fetches under way by the name of the object that each reads now; none is read for two at once."""
         self._queued: list[_Fetch] = []
-        """Those whose next object is being read for another."""
+        """Fetches that wait, as the next object of each is being read for another fetch."""
         self._searching: list[_Search] = []
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
         """Records to be copied, by serial, oldest first."""

@@ -57,7 +57,7 @@ class StagedMover:
         self._flights: deque[_Flight] = deque()
         """Copies launched, in the stream's order."""
         self._departing: list[_Departure] = []
-        """Those that their callers wait for."""
+        """Records that leave the pool and that their callers wait for."""
         self._carrying: deque[_Departure] = deque()
         """Whose chunks the copy thread has, in its order."""
         self._carried: deque[str] = deque()
@@ -232,7 +232,7 @@ class _Departure:
     last: Mark | None = None
     """Behind the copy launched last."""
     over: bool = False
-    """Its caller was told."""
+    """The caller was told how the copy ended."""
     damaged: bool = False
     """A chunk of it is missing; the copy thread says and asks so."""
 

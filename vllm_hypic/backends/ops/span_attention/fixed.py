@@ -131,7 +131,7 @@ class FixedPlans:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffers."""
+        """Bytes that the buffers take on the device."""
         return self._packed.nbytes + self._columns.nbytes
 
     def result_bytes(self, rows: int) -> int:
