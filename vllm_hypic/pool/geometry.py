@@ -76,6 +76,9 @@ class PoolGeometry:
     pages: int
     slots: int
     transition_blocks: int = 0
+    slot_pages: int = 0
+    """Pages whose memory a slot takes: both have one, and there are as many slots as would fill it; 0: slots
+    have a memory of their own."""
     stages: tuple[tuple[str, ...], ...] = ()
     """Names of each pipeline stage's layers; empty: there is one stage."""
 
@@ -100,11 +103,16 @@ class PoolGeometry:
     def slot_bytes(self) -> int:
         return max(sum(layer.slot_bytes for layer in one.linear) for one in self._stages)
 
+    @property
+    def _own_slot_bytes(self) -> int:
+        """What a slot takes that no page gives."""
+        return 0 if self.slot_pages else self.slot_bytes
+
     def bytes_of(self, space: Space) -> int:
         """Bytes that so many pages, slots and transition blocks take."""
         return (
             space.pages * self.page_bytes
-            + space.slots * self.slot_bytes
+            + space.slots * self._own_slot_bytes
             + space.transition_blocks * self.transition_block_bytes
         )
 
@@ -127,7 +135,7 @@ class PoolGeometry:
     def nbytes(self) -> int:
         return (
             self.pages * self.page_bytes
-            + self.slots * self.slot_bytes
+            + self.slots * self._own_slot_bytes
             + self.transition_blocks * self.transition_block_bytes
         )
 

@@ -36,10 +36,19 @@ class SegmentDirectory:
     """Pages, slots, transition blocks and records of the public pool."""
 
     def __init__(
-        self, pages: int, slots: int, page_tokens: int, transition_blocks: int = 0, *, policy: EvictionPolicy
+        self,
+        pages: int,
+        slots: int,
+        page_tokens: int,
+        transition_blocks: int = 0,
+        *,
+        policy: EvictionPolicy,
+        slot_pages: int = 0,
     ) -> None:
+        """``slot_pages``: pages whose memory a slot takes; 0: slots have a memory of their own."""
         self.policy = policy
         self.total_slots, self.page_tokens = slots, page_tokens
+        self.slot_space = Space(slot_pages, 1)
         self.total_transition_blocks = self.free_transition_blocks = transition_blocks
         self._pages = Pages(pages)
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -65,7 +74,7 @@ class SegmentDirectory:
 
     @property
     def free_pages(self) -> int:
-        return self._pages.free
+        return self._pages.free - self.slot_space.pages * (self.total_slots - self.free_slots)
 
     @property
     def free_slots(self) -> int:
@@ -190,7 +199,8 @@ class SegmentDirectory:
     def space_for(self, need: Need) -> Space:
         """What a record takes until its worker has said how many transition blocks it keeps."""
         slots = 2 if need.has_spare else 1
-        return Space(self.pages_for(need.columns), slots, slots * need.transition_blocks)
+        pages = self.pages_for(need.columns) + slots * self.slot_space.pages
+        return Space(pages, slots, slots * need.transition_blocks)
 
     def _reserve(
         self,
@@ -215,7 +225,8 @@ class SegmentDirectory:
             need.value,
             self._reserved,
             tenant,
-            spare=Spare(self._free_slots.pop(), need.transition_blocks) if need.has_spare else None,
+            spare=self._spare(need) if need.has_spare else None,
+            slot_pages=self.slot_space.pages,
             is_checkpoint=record is not None,
             within=set() if record is None else {record.key},
         )
@@ -225,6 +236,9 @@ class SegmentDirectory:
         if listed:
             self._list(entry)
         return entry
+
+    def _spare(self, need: Need) -> Spare:
+        return Spare(self._free_slots.pop(), need.transition_blocks, self.slot_space.pages)
 
     def _list(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -239,7 +253,7 @@ class SegmentDirectory:
         it, which both have from now on; ``None``: there is one, or no room for it."""
         if key in self._entries or record.forgotten:
             return None
-        space = Space(0, 1, need.transition_blocks)
+        space = self.slot_space + Space(transition_blocks=need.transition_blocks)
         victims = self._victims(space, [record.key])
         if victims is None:
             return None

@@ -41,10 +41,11 @@ class Spare:
 
     slot: int
     transition_blocks: int
+    slot_pages: int = 0
 
     @property
     def space(self) -> Space:
-        return Space(0, 1, self.transition_blocks)
+        return Space(self.slot_pages, 1, self.transition_blocks)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Entry:
     """Not found any more; it goes as soon as it is complete and nobody uses it."""
     spare: Spare | None = None
     """While it is made in stretches."""
+    slot_pages: int = 0
+    """Pages whose memory its slot takes, where they have one."""
     is_checkpoint: bool = False
     """It was made on the way to a record."""
     within: set[SegmentKey] = field(default_factory=set)
@@ -93,7 +96,7 @@ class Entry:
 
     @property
     def space(self) -> Space:
-        space = Space(len(self.pages), 1, self.transition_blocks)
+        space = Space(len(self.pages) + self.slot_pages, 1, self.transition_blocks)
         return space if self.spare is None else space + self.spare.space
 
     @property

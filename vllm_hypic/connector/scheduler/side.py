@@ -70,6 +70,7 @@ class SchedulerSide:
             geometry.page_tokens,
             geometry.transition_blocks,
             policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
+            slot_pages=geometry.slot_pages,
         )
         self.planner = Planner(
             config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...pool.plans import Space
 from .entries import Entry
@@ -44,7 +44,8 @@ class Victims:
     def _take(self, entry: Entry, pages: Pages, *, only_of_use: bool) -> bool:
         if self.enough:
             return False
-        gain = replace(entry.space, pages=pages.freed(entry.pages, self._left))
+        shared = len(entry.pages) - pages.freed(entry.pages, self._left)
+        gain = entry.space - Space(shared)
         if only_of_use and not (self.need - self.free).shares(gain):
             return False
         self._left.update(entry.pages)
