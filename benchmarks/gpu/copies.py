@@ -79,6 +79,7 @@ class MovingRecord:
             kv.value.normal_()
         for records in self.pool.linear.values():
             for part in records.parts:
+                assert isinstance(part, torch.Tensor)
                 part.normal_()
         self.pool.transition_blocks.offer(0)
         self.pool.transition_blocks.settle(0)

@@ -118,7 +118,7 @@ def test_a_prompt_that_waits_is_given_the_room(side: Side) -> None:
     small = Side(pages=7)
     computed = small.begin("a", PROMPT)
     small.decode("a", computed, 2 * PAGE)
-    assert small.side.directory.free_pages == 1
+    assert small.side.directory.free.pages == 1
     small.side.admit("b", small.plan(range(4000, 4000 + 4 * PAGE + 1)))
     small.side.pump()
     small.side.pump()

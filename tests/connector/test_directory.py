@@ -26,7 +26,7 @@ NEEDS = {
 def directory(
     pages: int = PAGES, slots: int = SLOTS, transition_blocks: int = 100, policy: PolicyName = "lru"
 ) -> SegmentDirectory:
-    return SegmentDirectory(pages, slots, PAGE_TOKENS, transition_blocks, policy=make_policy(policy))
+    return SegmentDirectory(Space(pages, slots, transition_blocks), PAGE_TOKENS, policy=make_policy(policy))
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:
@@ -99,7 +99,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     def counts(self) -> tuple[int, ...]:
         books = self.books
-        return len(books), books.free_pages, books.free_slots, books.free_transition_blocks, books.evictions
+        return len(books), books.free, books.evictions
 
     @rule(serial=st.integers(1, 30), transition_blocks=st.integers(0, 4))
     def shrink(self, serial: int, transition_blocks: int) -> None:
@@ -110,8 +110,8 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule()
     def dropped_slots_are_free(self) -> None:
-        dropped = self.books.take_dropped_slots()
-        assert self.books.take_dropped_slots() == []
+        dropped = self.books.slots.take_news()[0]
+        assert self.books.slots.take_news()[0] == []
         assert set(dropped) <= set(range(SLOTS))
 
     @precondition(lambda self: self.computing)
@@ -277,7 +277,7 @@ def test_tiles_make_records_leave() -> None:
     fill(books, "a", "b")
     slot = books.get(SegmentKey("a")).slot
     fill(books, "d")
-    assert books.lookup(SegmentKey("a")) is Lookup.MISS and books.take_dropped_slots() == [slot]
+    assert books.lookup(SegmentKey("a")) is Lookup.MISS and books.slots.take_news()[0] == [slot]
 
 
 @pytest.mark.parametrize("damage", ["page twice", "slot lost", "transition block lost", "negative pins"])
@@ -289,7 +289,7 @@ def test_integrity_check_finds_planted_damage(damage: str) -> None:
     if damage == "page twice":
         books._pages._free.append(entry.pages[0])
     elif damage == "slot lost":
-        books._free_slots.pop()
+        books.slots._free.pop()
     elif damage == "transition block lost":
         books.free_transition_blocks -= 1
     else:

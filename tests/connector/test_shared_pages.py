@@ -24,7 +24,7 @@ FIRST, HALF = Need(4, BLOCKS), Need(8, BLOCKS)
 
 @pytest.fixture
 def books() -> SegmentDirectory:
-    return SegmentDirectory(PAGES, SLOTS, PAGE_TOKENS, 6 * BLOCKS, policy=make_policy("lru"))
+    return SegmentDirectory(Space(PAGES, SLOTS, 6 * BLOCKS), PAGE_TOKENS, policy=make_policy("lru"))
 
 
 def key(name: str) -> SegmentKey:
@@ -72,7 +72,7 @@ def test_a_spare_slot_goes_when_the_record_is_complete(books: SegmentDirectory) 
     assert books.used == Space(4, 2, BLOCKS + 1) == books.held_by("")
     books.commit(record)
     assert books.used == Space(4, 1, 1) == books.held_by("")
-    assert books.take_dropped_slots() == [spare]
+    assert books.slots.take_news()[0] == [spare]
     books.check_integrity()
 
 
@@ -80,7 +80,7 @@ def test_a_spare_slot_goes_with_a_record_that_is_given_up(books: SegmentDirector
     record = reserve(books, "a")
     books.release([record])
     assert not books.abort(record) and books.used == Space() == books.held_by("")
-    assert sorted(books.take_dropped_slots()) == [0, 1]
+    assert sorted(books.slots.take_news()[0]) == [0, 1]
 
 
 def test_a_checkpoint_takes_a_slot_and_no_page(books: SegmentDirectory) -> None:
@@ -129,7 +129,7 @@ def test_a_record_that_will_be_resumed_needs_its_own_pages_alone(books: SegmentD
 
 def test_a_record_to_resume_that_is_in_the_way_leaves(books: SegmentDirectory) -> None:
     """A request that the empty pool would hold must run some day."""
-    books = SegmentDirectory(4, 2, PAGE_TOKENS, 2 * BLOCKS, policy=make_policy("lru"))
+    books = SegmentDirectory(Space(4, 2, 2 * BLOCKS), PAGE_TOKENS, policy=make_policy("lru"))
     record = reserve(books, "a", Need(8, BLOCKS))
     end(books, record)
     (other,) = books.acquire({key("b"): LONG}, "", {key("b"): record}) or []
@@ -290,7 +290,7 @@ def spare_kept(books: SegmentDirectory, record: Entry) -> None:
 def spare_slot_free(books: SegmentDirectory, record: Entry) -> None:
     other = reserve(books, "b")
     assert other.spare is not None
-    books._free_slots.append(other.spare.slot)
+    books.slots._free.append(other.spare.slot)
 
 
 DAMAGE = [users_miscounted, used_and_free, page_lost, spare_kept, spare_slot_free]

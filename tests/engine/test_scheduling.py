@@ -33,7 +33,7 @@ def pool(llm: Any) -> Pool:
     directory.check_integrity()
     return Pool(
         [side.namespace.renamed(e.key) for e in directory.resident()],
-        directory.total_pages - directory.free_pages,
+        directory.used.pages,
         side.segment_requests.started,
     )
 

@@ -51,13 +51,15 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Pool
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
+    config, on_cpu = config_of(vllm_config), current_platform.is_cpu()
     return pool_geometry(
         kv_cache_config,
-        config_of(vllm_config),
+        config,
         quantised_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype),
         conv_dim_first=is_conv_state_dim_first(),
         # On CPU what is behind a draft has a slot of its own (``backends/linear/drafted.py``).
-        draft_rows=0 if current_platform.is_cpu() else vllm_config.num_speculative_tokens,
+        draft_rows=0 if on_cpu else vllm_config.num_speculative_tokens,
+        states_in_pages=on_cpu and config.prefix == "sparse",
     )
 
 

@@ -28,6 +28,8 @@ class HypicMetadata(KVConnectorMetadata):
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
     """Slots whose records are gone: their transition blocks are free.  Before all orders."""
+    taken_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Slots that have been taken since, and the pages that their states lie in."""
     orders: list[Order] = field(default_factory=list)
 
 

@@ -61,7 +61,7 @@ def _need(prompt: Prompt, limits: PoolLimits) -> tuple[int, int, int]:
     """Most pages, slots and transition blocks that the prompt's records take with any link method."""
     parts = (prompt.head, *prompt.documents)
     pages = sum(-(-len(part) // limits.page_tokens) for part in parts)
-    return pages, len(parts), len(prompt.documents) * limits.record_tiles
+    return pages + len(parts) * limits.state_pages, len(parts), len(prompt.documents) * limits.record_tiles
 
 
 def _limits(llm: Any) -> PoolLimits:

@@ -17,6 +17,7 @@ import torch
 from ..errors import ConfigError
 from .families import family_of
 from .plans import Space
+from .state_layout import least_pages
 from .states import TRANSITION_DTYPE, StateGeometry
 
 if TYPE_CHECKING:
@@ -77,10 +78,24 @@ class PoolGeometry:
     slots: int
     transition_blocks: int = 0
     slot_pages: int = 0
-    """Pages whose memory a slot takes: both have one, and there are as many slots as would fill it; 0: slots
-    have a memory of their own."""
+    """Pages that the states of a slot lie in (``paged_states.py``); 0: they have a memory of their own."""
     stages: tuple[tuple[str, ...], ...] = ()
     """Names of each pipeline stage's layers; empty: there is one stage."""
+
+    @property
+    def pieces(self) -> list[int]:
+        """Bytes of a page, by tensor of K or V."""
+        each = self.page_tokens
+        return [each * a.token_bytes // len(a.parts) for a in self.attention for _ in a.parts]
+
+    def with_states_in_pages(self) -> PoolGeometry:
+        """The same whose states lie in pages, if a page of every stage can hold such."""
+        needed = [
+            least_pages(one.pieces, [part.nbytes for layer in one.linear for part in layer.parts])
+            for one in self._stages
+            if one.linear
+        ]
+        return replace(self, slot_pages=max(needed, default=0) if all(needed) else 0)
 
     def stage(self, names: Container[str]) -> PoolGeometry:
         """The pool of the stage that has the layers of these names."""
@@ -105,7 +120,7 @@ class PoolGeometry:
 
     @property
     def _own_slot_bytes(self) -> int:
-        """What a slot takes that no page gives."""
+        """What a slot takes besides pages."""
         return 0 if self.slot_pages else self.slot_bytes
 
     def bytes_of(self, space: Space) -> int:
@@ -115,6 +130,11 @@ class PoolGeometry:
             + space.slots * self._own_slot_bytes
             + space.transition_blocks * self.transition_block_bytes
         )
+
+    @property
+    def space(self) -> Space:
+        """All of it."""
+        return Space(self.pages, self.slots, self.transition_blocks)
 
     @property
     def transition_block_bytes(self) -> int:
@@ -133,11 +153,7 @@ class PoolGeometry:
 
     @cached_property
     def nbytes(self) -> int:
-        return (
-            self.pages * self.page_bytes
-            + self.slots * self._own_slot_bytes
-            + self.transition_blocks * self.transition_block_bytes
-        )
+        return self.bytes_of(self.space)
 
 
 def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
@@ -159,9 +175,11 @@ def pool_geometry(
     *,
     conv_dim_first: bool,
     draft_rows: int = 0,
+    states_in_pages: bool = False,
 ) -> PoolGeometry:
     """Divide a rank's byte budget into pages, slots and transition blocks so that they run out together at
     ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
+    ``states_in_pages``: where they can, slots are pages' (``paged_states.py``).
 
     ``dtype``, ``draft_rows``: see :func:`layer_geometry`.  The same from every stage's ``kv_cache_config``.
     Raises :class:`ConfigError` when not even one such segment fits.
@@ -175,6 +193,8 @@ def pool_geometry(
     sized = unsized(layers, config)
     if len(stages) > 1:
         sized = replace(sized, stages=tuple(tuple(name for name, _ in stage) for stage in specs))
+    if states_in_pages:
+        sized = sized.with_states_in_pages()
     # Every tensor names the size of the one allocation that they share.
     kv_bytes = min(max((t.size for t in stage.kv_cache_tensors), default=0) for stage in stages)
     return divided(sized, config, pool_bytes(config, kv_bytes))
@@ -217,10 +237,10 @@ def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeomet
             "pool_fraction, or lower expected_segment_tokens"
         )
     blocks = segments * space.transition_blocks + spare_blocks
-    rest = budget - segments * sized.slot_bytes - blocks * sized.transition_block_bytes
-    pages = rest // sized.page_bytes if sized.attention else 0
+    own = Space(0, segments, blocks)
+    pages = (budget - sized.bytes_of(own)) // sized.page_bytes if sized.attention else 0
     # Without linear layers slots cost nothing: a segment takes at least one page.
-    slots = segments if sized.linear else pages
+    slots = segments if sized.linear and not sized.slot_pages else pages // max(1, sized.slot_pages)
     return replace(sized, pages=pages, slots=slots, transition_blocks=blocks)
 
 
@@ -228,7 +248,7 @@ def expected_space(geometry: PoolGeometry, config: HypicConfig) -> Space:
     """What a segment of ``expected_segment_tokens`` with ``expected_live_heads`` takes in such a pool."""
     pages = -(-config.expected_segment_tokens // geometry.page_tokens) if geometry.attention else 0
     blocks = math.ceil(geometry.record_transition_blocks * config.expected_live_heads)
-    return Space(pages, 1 if geometry.linear else 0, blocks)
+    return Space(pages + geometry.slot_pages, 1 if geometry.linear else 0, blocks)
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:

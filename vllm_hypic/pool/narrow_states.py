@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .copied import CopiedRecords
 from .states import EXPONENT_DTYPE, NARROW_STATE_DTYPE, STATE_DTYPE
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _SHARED = "transitions"
 
 
 @dataclass(frozen=True)
-class NarrowRecords:
+class NarrowRecords(CopiedRecords):
     """Records of one layer whose ``state [slots, heads, ...]`` is float16, times 2 to the power of ``exponent
     [slots, heads]`` int8."""
 
@@ -44,15 +45,12 @@ class NarrowRecords:
         return *self.kept.parts, self.exponent
 
     def read(self, slots: torch.Tensor) -> StateRecords:
-        """The records of ``slots [n]`` int64 in this order, as operators read them."""
         return self._of(slots, lambda state: widened(state[slots], self.exponent[slots]))
 
     def room(self, slots: torch.Tensor) -> StateRecords:
-        """The same without S, for operators to capture into."""
         return self._of(slots, lambda state: state.new_empty(len(slots), *state.shape[1:], dtype=STATE_DTYPE))
 
     def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
-        """Into ``slots [n]`` int64 what was captured as records ``numbers [n]`` int64."""
         for name, tensor in _by_slot(self.kept).items():
             found = getattr(captured, name)[numbers]
             if name == "state":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -12,6 +12,7 @@ import torch
 from .geometry import FP8, PoolGeometry
 from .large_pages import zeros
 from .narrow_states import NarrowRecords
+from .paged_states import PagedRecords, StatePages
 from .states import (
     TRANSITION_DTYPE,
     ConvGeometry,
@@ -139,6 +140,8 @@ class RetentionRecords:
 
 
 StateRecords = LinearRecords | ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
+KeptRecords = StateRecords | NarrowRecords | PagedRecords
+"""Records of one layer as the pool has them."""
 RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords, DiagonalRecords, RetentionRecords)
 _OfSlots = ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
 _OF_SLOTS: dict[type[StateGeometry], type[_OfSlots]] = {
@@ -172,14 +175,15 @@ class DevicePool:
             TRANSITION_DTYPE,
             device,
         )
-        self.linear: dict[str, StateRecords | NarrowRecords] = {
+        self._state_pages = StatePages(geometry, self.kv) if geometry.slot_pages else None
+        self.linear: dict[str, KeptRecords] = {
             g.layer: self._allocated(g, block_of)
             for g, block_of in zip(geometry.linear, blocks.block_of, strict=True)
         }
 
     def records(self, layer: str, kind: type[RecordsT]) -> RecordsT:
         """The records of ``layer`` as operators take them, which are of class ``kind``; those of
-        :meth:`working` where S is narrow."""
+        :meth:`working` where operators are given copies."""
         found = self._working.get(layer, self.linear[layer])
         assert isinstance(found, kind)
         return found
@@ -197,8 +201,20 @@ class DevicePool:
         finally:
             del self._working[layer]
 
-    def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> StateRecords | NarrowRecords:
+    def take(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """These slots are about to be filled; their states are to lie in these pages."""
+        if self._state_pages is not None:
+            self._state_pages.take(slots)
+
+    def _allocated(self, g: StateGeometry, block_of: torch.Tensor) -> KeptRecords:
+        if self._state_pages is not None:
+            return PagedRecords(g, self._state_pages, block_of, self._made)
         parts = [zeros((self.geometry.slots, *part.shape), part.dtype, self.device) for part in g.parts]
+        return self._made(g, parts, block_of)
+
+    def _made(
+        self, g: StateGeometry, parts: list[torch.Tensor], block_of: torch.Tensor
+    ) -> StateRecords | NarrowRecords:
         exponents = [parts.pop() for part in g.parts if part.name == "exponent"]
         kept: StateRecords
         if isinstance(g, LinearGeometry):

@@ -122,8 +122,9 @@ class CachedSegment:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What one request may take of the public pool: pages, state slots, tokens of a segment request; and
-    ``tiles``, the transition blocks, of which an interior segment takes at most ``record_tiles``.
+    """What one request may take of the public pool: pages, of which each state takes ``state_pages``, state
+    slots, tokens of a segment request; and ``tiles``, the transition blocks, of which an interior segment
+    takes at most ``record_tiles``.
 
     Instances tell routers these numbers under these names.
     """
@@ -134,6 +135,7 @@ class PoolLimits:
     max_request_tokens: int
     tiles: int = 0
     record_tiles: int = 0
+    state_pages: int = 0
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for numbers below 0, and pages that hold no token."""
@@ -347,11 +349,11 @@ class Budget:
             return False
         if segment.key in self._seen:
             return True
-        pages = -(-segment.columns // self._limits.page_tokens)
-        blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
-        rooms = self._of_all if segment.key in self._kept else self._of_others
         # Of a stretch the record is made in one place, from that in the other.
         slots = 2 if segment.has_spare else 1
+        pages = -(-segment.columns // self._limits.page_tokens) + slots * self._limits.state_pages
+        blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
+        rooms = self._of_all if segment.key in self._kept else self._of_others
         if not all(room.has(pages, slots, slots * blocks) for room in rooms):
             return False
         for room in rooms:

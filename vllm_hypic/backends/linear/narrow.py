@@ -1,5 +1,5 @@
-"""Programs over records whose S is narrow: they run over copies of the records that they name, numbered
-from 0, which are made for one call of one layer (``pool/narrow_states.py``)."""
+"""Programs over records that operators cannot work on where they are kept (``pool/copied.py``): they run
+over copies of those that they name, numbered from 0, which are made for one call of one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...pool.narrow_states import NarrowRecords
+from ...pool.copied import CopiedRecords
 from ...pool.shared import OncePer
 from ..ops.program import ComposeOp, SegmentRow, unpack
 from .layout import Composed, Segments
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def reading(runtime: HypicRuntime, step: StepContext, layer: str, composed: Composed) -> Iterator[Composed]:
     """``composed`` as operators run it while this lasts."""
     records = runtime.pool.linear[layer]
-    if not isinstance(records, NarrowRecords):
+    if not isinstance(records, CopiedRecords):
         yield composed
         return
 
@@ -42,7 +42,7 @@ def reading(runtime: HypicRuntime, step: StepContext, layer: str, composed: Comp
 def capturing(runtime: HypicRuntime, step: StepContext, layer: str, segments: Segments) -> Iterator[Segments]:
     """``segments`` as operators run it while this lasts; then the records that became complete are kept."""
     records = runtime.pool.linear[layer]
-    if not isinstance(records, NarrowRecords):
+    if not isinstance(records, CopiedRecords):
         yield segments
         return
 
@@ -65,7 +65,7 @@ def appending(
     """The records of ``slot`` and ``base``, and their numbers, as float32 arithmetic takes them while this
     lasts; then the one in ``slot`` is kept."""
     records = runtime.pool.linear[layer]
-    if not isinstance(records, NarrowRecords):
+    if not isinstance(records, CopiedRecords):
         yield records, slot, base
         return
     slots = torch.tensor([slot, base], device=runtime.pool.device)

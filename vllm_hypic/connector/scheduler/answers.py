@@ -128,7 +128,7 @@ class Answers:
 
     def _place(self, request: ComposedRequest, segment: CachedSegment) -> Entry | None:
         record = request.held[segment.key]
-        has_share = self._admission.within_share(record.tenant, self._directory.slot_space)
+        has_share = self._admission.within_share(record.tenant, self._directory.slots.space)
         return self._directory.begin_growth(record) if has_share and not record.forgotten else None
 
     def _grow(self, entry: Entry) -> bool:

@@ -19,6 +19,7 @@ from ...store.eviction.base import EvictionPolicy
 from .entries import MOST_WITHIN, Beginning, Entry, Lookup, Need, Spare
 from .pages import Pages
 from .shares import TenantShares
+from .slots import Slots
 from .victims import Victims
 
 _NONE: Mapping[SegmentKey, Entry] = MappingProxyType({})
@@ -36,29 +37,20 @@ class SegmentDirectory:
     """Pages, slots, transition blocks and records of the public pool."""
 
     def __init__(
-        self,
-        pages: int,
-        slots: int,
-        page_tokens: int,
-        transition_blocks: int = 0,
-        *,
-        policy: EvictionPolicy,
-        slot_pages: int = 0,
+        self, total: Space, page_tokens: int, *, policy: EvictionPolicy, slot_pages: int = 0
     ) -> None:
-        """``slot_pages``: pages whose memory a slot takes; 0: slots have a memory of their own."""
+        """``slot_pages``: pages that the states of a slot take; 0: they have a memory of their own."""
         self.policy = policy
-        self.total_slots, self.page_tokens = slots, page_tokens
-        self.slot_space = Space(slot_pages, 1)
-        self.total_transition_blocks = self.free_transition_blocks = transition_blocks
-        self._pages = Pages(pages)
-        self._free_slots = list(range(slots - 1, -1, -1))
+        self.total, self.page_tokens = total, page_tokens
+        self.free_transition_blocks = total.transition_blocks
+        self._pages = Pages(total.pages)
+        self.slots = Slots(total.slots, self._pages, slot_pages)
         self._entries: dict[SegmentKey, Entry] = {}
         """Records that are found."""
         self._by_serial: dict[int, Entry] = {}
         """All that take room."""
         self._shares = TenantShares()
         self._kept: dict[SegmentKey, _Kept] = {}
-        self._dropped_slots: list[int] = []
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
         self.evictions = 0
@@ -69,29 +61,13 @@ class SegmentDirectory:
         return len(self._by_serial)
 
     @property
-    def total_pages(self) -> int:
-        return self._pages.total
-
-    @property
-    def free_pages(self) -> int:
-        return self._pages.free - self.slot_space.pages * (self.total_slots - self.free_slots)
-
-    @property
-    def free_slots(self) -> int:
-        return len(self._free_slots)
-
-    @property
-    def total(self) -> Space:
-        return Space(self._pages.total, self.total_slots, self.total_transition_blocks)
+    def free(self) -> Space:
+        return Space(self._pages.free, self.slots.free, self.free_transition_blocks)
 
     @property
     def used(self) -> Space:
         """What all records take."""
-        return Space(
-            self._pages.total - self.free_pages,
-            self.total_slots - self.free_slots,
-            self.total_transition_blocks - self.free_transition_blocks,
-        )
+        return self.total - self.free
 
     @property
     def kept(self) -> frozenset[SegmentKey]:
@@ -199,7 +175,7 @@ class SegmentDirectory:
     def space_for(self, need: Need) -> Space:
         """What a record takes until its worker has said how many transition blocks it keeps."""
         slots = 2 if need.has_spare else 1
-        pages = self.pages_for(need.columns) + slots * self.slot_space.pages
+        pages = self.pages_for(need.columns) + slots * self.slots.space.pages
         return Space(pages, slots, slots * need.transition_blocks)
 
     def _reserve(
@@ -219,14 +195,14 @@ class SegmentDirectory:
         entry = Entry(
             key,
             pages,
-            self._free_slots.pop(),
+            self.slots.take(),
             need.columns,
             need.transition_blocks,
             need.value,
             self._reserved,
             tenant,
             spare=self._spare(need) if need.has_spare else None,
-            slot_pages=self.slot_space.pages,
+            slot_pages=self.slots.space.pages,
             is_checkpoint=record is not None,
             within=set() if record is None else {record.key},
         )
@@ -238,7 +214,7 @@ class SegmentDirectory:
         return entry
 
     def _spare(self, need: Need) -> Spare:
-        return Spare(self._free_slots.pop(), need.transition_blocks, self.slot_space.pages)
+        return Spare(self.slots.take(), need.transition_blocks, self.slots.space.pages)
 
     def _list(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -253,7 +229,7 @@ class SegmentDirectory:
         it, which both have from now on; ``None``: there is one, or no room for it."""
         if key in self._entries or record.forgotten:
             return None
-        space = self.slot_space + Space(transition_blocks=need.transition_blocks)
+        space = self.slots.space + Space(transition_blocks=need.transition_blocks)
         victims = self._victims(space, [record.key])
         if victims is None:
             return None
@@ -319,12 +295,8 @@ class SegmentDirectory:
         entry.spare = None
         if entry.held:
             self._shares.lessen(entry, spare.space)
-        self._free_slot(spare.slot)
+        self.slots.leave(spare.slot)
         self.free_transition_blocks += spare.transition_blocks
-
-    def _free_slot(self, slot: int) -> None:
-        self._free_slots.append(slot)
-        self._dropped_slots.append(slot)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -339,7 +311,7 @@ class SegmentDirectory:
         Kept records come last of all, and only where no request runs that could give room: a
         request that has been admitted must run some day.
         """
-        victims = Victims(need, Space(self.free_pages, self.free_slots, self.free_transition_blocks))
+        victims = Victims(need, self.free)
         if victims.enough:
             return []
         spared, kept = set(wanted), list[Entry]()
@@ -393,11 +365,6 @@ class SegmentDirectory:
         entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
         if not entry.forgotten:
             self.policy.resized(entry.key, entry.value)
-
-    def take_dropped_slots(self) -> list[int]:
-        """Slots given up since the last call: their transition blocks are free for others."""
-        dropped, self._dropped_slots = self._dropped_slots, []
-        return dropped
 
     def abort(self, entry: Entry) -> bool:
         """A reserved record will not be filled.  True when requests still wait for it: it then keeps
@@ -480,22 +447,19 @@ class SegmentDirectory:
         del self._by_serial[entry.serial]
         self._pages.leave(reversed(entry.pages))
         self.free_transition_blocks += entry.space.transition_blocks
-        self._free_slot(entry.slot)
+        self.slots.leave(entry.slot)
         if entry.spare is not None:
-            self._free_slot(entry.spare.slot)
+            self.slots.leave(entry.spare.slot)
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` unless every page, slot and transition block is owned exactly once."""
         entries = self._by_serial.values()
-        slots = [e.slot for e in entries] + self._free_slots
-        slots += [e.spare.slot for e in entries if e.spare is not None]
-        self._pages.check(p for e in entries for p in e.pages)
-        if sorted(slots) != list(range(self.total_slots)):
-            raise RuntimeError("public pool: a slot is lost or owned twice")
+        slots = [e.slot for e in entries] + [e.spare.slot for e in entries if e.spare is not None]
+        self._pages.check([*self.slots.check(slots), *(p for e in entries for p in e.pages)])
         if (
             self.free_transition_blocks < 0
             or self.free_transition_blocks + sum(e.space.transition_blocks for e in entries)
-            != self.total_transition_blocks
+            != self.total.transition_blocks
         ):
             raise RuntimeError("public pool: a transition block is lost or owned twice")
         if {e.key: e for e in entries if not e.forgotten} != self._entries:

@@ -81,7 +81,7 @@ class Entry:
     spare: Spare | None = None
     """While it is made in stretches."""
     slot_pages: int = 0
-    """Pages whose memory its slot takes, where they have one."""
+    """Pages that its states lie in."""
     is_checkpoint: bool = False
     """It was made on the way to a record."""
     within: set[SegmentKey] = field(default_factory=set)

@@ -22,7 +22,7 @@ class GrowingDirectory(SegmentDirectory):
     def begin_growth(self, record: Entry) -> Entry | None:
         """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will
         :meth:`grow`; ``None``: there is no room for it."""
-        victims = self._victims(self.slot_space, [record.key])
+        victims = self._victims(self.slots.space, [record.key])
         if victims is None:
             return None
         self._evict(victims)

@@ -206,6 +206,7 @@ class Planner:
             self._max_model_len - 1,
             room.transition_blocks,
             self._geometry.record_transition_blocks,
+            self._geometry.slot_pages,
         )
 
     def need(self, segment: CachedSegment, stop: int | None = None) -> Need:
@@ -219,7 +220,8 @@ class Planner:
         end = segment.stop if stop is None else stop
         need = Need(end - segment.head, blocks)
         space = self._directory.space_for(need)
-        nbytes = self._geometry.bytes_of(space if stop is None else replace(space, pages=0))
+        own = space if stop is None else space - Space(self._directory.pages_for(need.columns))
+        nbytes = self._geometry.bytes_of(own)
         value = CacheValue(need.columns, self._prefill_flops(end), nbytes)
         return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 

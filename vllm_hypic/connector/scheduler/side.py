@@ -65,10 +65,8 @@ class SchedulerSide:
         ``keeps_answers``: what follows a prompt's prefix is captured, too."""
         self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
         self.directory = GrowingDirectory(
-            geometry.pages,
-            geometry.slots,
+            geometry.space,
             geometry.page_tokens,
-            geometry.transition_blocks,
             policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
             slot_pages=geometry.slot_pages,
         )
@@ -418,7 +416,7 @@ class SchedulerSide:
 
     def instruct(self, metadata: HypicMetadata) -> None:
         """Give the worker what came up since the last step."""
-        metadata.dropped_slots = self.directory.take_dropped_slots()
+        metadata.dropped_slots, metadata.taken_slots = self.directory.slots.take_news()
         self.shared.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()

@@ -99,6 +99,7 @@ class WorkerSide:
         if self.runtime is not None:
             self._settling = [s for s in self._settling if s.plan.slot not in dropped]
             self.runtime.pool.transition_blocks.release(metadata.dropped_slots)
+            self.runtime.pool.take(metadata.taken_slots)
         if self._mover is not None:
             # Before anything can be launched that writes where these records were.
             self._mover.dropped(metadata.dropped_slots)

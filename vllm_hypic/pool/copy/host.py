@@ -6,7 +6,7 @@ start a second team of threads that fights the model's for the cores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from ...store.record import RecordHeader, begin_record
+from ..paged_states import PagedPart
 from ..plans import RecordPlace
 from ..states import StateGeometry
-from ..tensors import DevicePool
+from ..tensors import DevicePool, KeptRecords
 from ..transition_blocks import NO_BLOCK
 from .base import Finish, Intake, Sections, Then
 
@@ -35,7 +36,7 @@ class HostMover:
         }
         blocks, records = pool.transition_blocks, pool.linear.values()
         self._linear = [
-            _LinearBytes.of(g, one.parts, block_of)
+            _LinearBytes.of(g, one, block_of)
             for g, one, block_of in zip(pool.geometry.linear, records, blocks.block_of, strict=True)
         ]
         self._transitions = _bytes_of(blocks.storage)
@@ -111,10 +112,11 @@ class HostMover:
 
 @dataclass(frozen=True)
 class _LinearBytes:
-    """``parts``: by section ``[slots, bytes]`` uint8; ``block_of [slots, blocks]`` int32."""
+    """``parts``: by section ``[slots, bytes]`` uint8, or what is like it; ``block_of [slots, blocks]``
+    int32."""
 
     name: str
-    parts: dict[str, np.ndarray]
+    parts: dict[str, np.ndarray | PagedPart]
     block_of: np.ndarray
 
     @property
@@ -122,8 +124,11 @@ class _LinearBytes:
         return self.block_of.shape[1]
 
     @staticmethod
-    def of(g: StateGeometry, tensors: Sequence[torch.Tensor], block_of: torch.Tensor) -> _LinearBytes:
-        parts = {f"{g.layer}.{p.name}": _bytes_of(t) for p, t in zip(g.parts, tensors, strict=True)}
+    def of(g: StateGeometry, records: KeptRecords, block_of: torch.Tensor) -> _LinearBytes:
+        parts = {
+            f"{g.layer}.{p.name}": one if isinstance(one, PagedPart) else _bytes_of(one)
+            for p, one in zip(g.parts, records.parts, strict=True)
+        }
         return _LinearBytes(g.layer, parts, block_of.numpy())
 
 

@@ -1,0 +1,143 @@
+"""States of records in pages of the pool, where K and V of others may have been before.
+
+So pages and states have one memory, of which prompts take what they need: how many tokens there are for a
+state need not be known.  Any pages will do for a state, wherever they are (``state_layout.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .copied import CopiedRecords
+from .narrow_states import NarrowRecords
+from .state_layout import Stretch, layout
+
+if TYPE_CHECKING:
+    from .geometry import PoolGeometry
+    from .states import SlotPart, StateGeometry
+    from .tensors import PublicKV, StateRecords
+
+
+class StatePages:
+    """The pool's pages as bytes, and which of them the states of a slot lie in.  On the CPU."""
+
+    def __init__(self, geometry: PoolGeometry, kv: Mapping[str, PublicKV]) -> None:
+        tensors = [tensor for a in geometry.attention for tensor in kv[a.layer].parts.values()]
+        shape = (geometry.pages, -1)
+        self.tensors = [tensor.view(torch.uint8).view(*shape) for tensor in tensors]
+        """``[pages, bytes]`` uint8 each: a piece a page."""
+        parts = [(g.layer, part) for g in geometry.linear for part in g.parts]
+        pieces, sizes = [t.size(1) for t in self.tensors], [part.nbytes for _, part in parts]
+        found = layout(pieces, sizes, geometry.slot_pages)
+        assert found is not None, "the geometry says that they fit"
+        self._parts: dict[str, list[PagedPart]] = {}
+        for (name, part), stretches in zip(parts, found, strict=True):
+            self._parts.setdefault(name, []).append(PagedPart(self, part, stretches))
+        self._of = torch.zeros(geometry.slots, geometry.slot_pages, dtype=torch.int64)
+
+    def parts_of(self, layer: str) -> list[PagedPart]:
+        """In the order of its geometry's."""
+        return self._parts[layer]
+
+    def take(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """The states of these slots lie in these pages from now on."""
+        for slot, pages in slots.items():
+            self._of[slot] = torch.tensor(pages)
+
+    def pages(self, slots: torch.Tensor, stretch: Stretch) -> torch.Tensor:
+        """Of ``slots [n]``, ``[n, stretch.count]`` int64."""
+        return self._of[slots, stretch.first : stretch.first + stretch.count]
+
+
+@dataclass(frozen=True)
+class PagedPart:
+    """One part of all records of a layer: by slot, as bytes."""
+
+    pages: StatePages
+    part: SlotPart
+    stretches: tuple[Stretch, ...]
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """Copies ``[n, *shape]`` of the part of ``slots [n]`` int64."""
+        found = [self.pages.tensors[s.tensor][self.pages.pages(slots, s)].flatten(1) for s in self.stretches]
+        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        exact = whole[:, : self.part.nbytes].contiguous()
+        return exact.view(self.part.dtype).view(len(slots), *self.part.shape)
+
+    def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """``values [n, *shape]`` into the part of ``slots [n]`` int64."""
+        rows, at = values.contiguous().view(len(slots), -1).view(torch.uint8), 0
+        for s in self.stretches:
+            tensor = self.pages.tensors[s.tensor]
+            size = s.count * tensor.size(1)
+            given = rows[:, at : at + size]
+            if given.size(1) < size:
+                given = torch.nn.functional.pad(given, (0, size - given.size(1)))
+            tensor[self.pages.pages(slots, s)] = given.reshape(len(slots), s.count, -1)
+            at += size
+
+    def __getitem__(self, slot: int) -> np.ndarray:
+        """The bytes of one record's part, uint8; numpy alone: stores' threads ask, too."""
+        found = [tensor[pages].reshape(-1) for tensor, pages in self._on_host(slot)]
+        return np.concatenate(found)[: self.part.nbytes]
+
+    def __setitem__(self, slot: int, values: np.ndarray) -> None:
+        at = 0
+        for tensor, pages in self._on_host(slot):
+            given = values[at : at + tensor[pages].size]
+            padded = np.zeros(len(pages) * tensor.shape[1], np.uint8)
+            padded[: len(given)] = given
+            tensor[pages] = padded.reshape(len(pages), -1)
+            at += len(padded)
+
+    def _on_host(self, slot: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        of = self.pages._of.numpy()[slot]
+        return [
+            (self.pages.tensors[s.tensor].numpy(), of[s.first : s.first + s.count]) for s in self.stretches
+        ]
+
+
+class PagedRecords(CopiedRecords):
+    """Records of one layer whose parts lie in pages.  ``made(parts, block_of)``: such records of some slots
+    as tensors of their own; ``block_of``: the layer's table of transition blocks."""
+
+    def __init__(
+        self,
+        geometry: StateGeometry,
+        pages: StatePages,
+        block_of: torch.Tensor,
+        made: Callable[[StateGeometry, list[torch.Tensor], torch.Tensor], StateRecords | NarrowRecords],
+    ) -> None:
+        self._geometry, self._block_of, self._made = geometry, block_of, made
+        self.parts = pages.parts_of(geometry.layer)
+
+    def read(self, slots: torch.Tensor) -> StateRecords:
+        found = self._copies([part.read(slots) for part in self.parts], slots)
+        return found.read(torch.arange(len(slots))) if isinstance(found, NarrowRecords) else found
+
+    def room(self, slots: torch.Tensor) -> StateRecords:
+        found = self._empty(slots)
+        return found.room(torch.arange(len(slots))) if isinstance(found, NarrowRecords) else found
+
+    def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
+        if isinstance(narrow := self._empty(slots), NarrowRecords):
+            narrow.write(torch.arange(len(slots)), captured, numbers)
+            parts = narrow.parts
+        else:
+            parts = tuple(tensor[numbers] for tensor in captured.parts)
+        for part, values in zip(self.parts, parts, strict=True):
+            part.write(slots, values)
+        if (table := getattr(captured, "block_of", None)) is not None:
+            self._block_of[slots] = table[numbers]
+
+    def _empty(self, slots: torch.Tensor) -> StateRecords | NarrowRecords:
+        empty = [torch.empty(len(slots), *p.shape, dtype=p.dtype) for p in self._geometry.parts]
+        return self._copies(empty, slots)
+
+    def _copies(self, parts: list[torch.Tensor], slots: torch.Tensor) -> StateRecords | NarrowRecords:
+        return self._made(self._geometry, parts, self._block_of[slots])

@@ -1,0 +1,58 @@
+"""Where the states of a record lie in pages of the pool.
+
+    page           K of layer 3 | V of layer 3 | K of layer 7 | V of layer 7 ...
+    its pieces     [   piece    |    piece     |    piece     |    piece    ]
+
+A page has a *piece* of each tensor of K or V.  A state takes the pages' pieces tensor by tensor: all that
+its pages have of the first, then of the second, and every part of it begins with a new piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 8
+"""Bytes that pieces must be a multiple of, so that they can hold numbers of any type."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Pieces ``[first, first + count)`` of a state's pages, counted by page, in the tensor of this number."""
+
+    tensor: int
+    first: int
+    count: int
+
+
+Layout = list[tuple[Stretch, ...]]
+"""Of each part of a record's states, in order, the pieces that it takes."""
+
+
+def layout(pieces: Sequence[int], parts: Sequence[int], pages: int) -> Layout | None:
+    """Where ``parts`` of so many bytes each lie in so many pages with ``pieces`` of so many bytes; ``None``:
+    they do not fit."""
+    found: Layout = []
+    tensor, first = 0, 0
+    for nbytes in parts:
+        stretches: list[Stretch] = []
+        while nbytes > 0:
+            if first == pages:
+                tensor, first = tensor + 1, 0
+            if tensor == len(pieces) or not pages:
+                return None
+            count = min(pages - first, -(-nbytes // pieces[tensor]))
+            stretches.append(Stretch(tensor, first, count))
+            first, nbytes = first + count, nbytes - count * pieces[tensor]
+        found.append(tuple(stretches))
+    return found
+
+
+def least_pages(pieces: Sequence[int], parts: Sequence[int]) -> int:
+    """The fewest pages that ``parts`` fit into; 0: they do not lie in pages of such ``pieces``."""
+    if not pieces or not parts or any(piece < ALIGNMENT or piece % ALIGNMENT for piece in pieces):
+        return 0
+    pages = -(-sum(parts) // sum(pieces))
+    while layout(pieces, parts, pages) is None:
+        pages += 1
+    return pages
