@@ -6,7 +6,7 @@ deleted before the reader came.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,7 +32,8 @@ PAGE = 8
 
 @dataclass(frozen=True)
 class Read:
-    """What a running request reads of one record: the worker's number of it, and its pages."""
+    """What a running request reads of one record: the worker's number of it, and its pages, those of its
+    states among them."""
 
     slot: int
     serial: int
@@ -63,6 +64,8 @@ class Worker:
         self.slots: dict[int, Content] = {}
         self.columns: dict[int, int | None] = {}
         """The pool's K and V: histories of their tokens, by token slot; ``None``: being written."""
+        self.lies_in: dict[int, np.ndarray] = {}
+        """By slot, where states that lie in pages are, by token slot."""
         self.reads: dict[str, list[Read]] = {}
         """Of each request that runs."""
         self.moving: dict[int, RecordPlace] = {}
@@ -114,6 +117,20 @@ class Worker:
         for slot in dropped:
             self.slots.pop(slot, None)
 
+    def take(self, slots: Mapping[int, Sequence[int]]) -> None:
+        """The states of these slots lie in these pages from now on."""
+        for slot, pages in slots.items():
+            for name, reads in self.reads.items():
+                assert all(read.pages.isdisjoint(pages) for read in reads), f"{name} reads them"
+            self.lies_in[slot] = (np.array(pages)[:, None] * PAGE + np.arange(PAGE)).flatten()
+            self.columns.update(dict.fromkeys(self.lies_in[slot].tolist(), -1 - slot))
+
+    def _check_state(self, slot: int) -> frozenset[int]:
+        """Its states are where they were left; the pages that they lie in."""
+        places = self.lies_in.get(slot, np.zeros(0, np.int64))
+        assert {self.columns[at] for at in places.tolist()} <= {-1 - slot}, "its states are written over"
+        return pages_of(places)
+
     # -- the pool
 
     def write(self, serial: int, slot: int, slot_mapping: np.ndarray, histories: Sequence[int] = ()) -> None:
@@ -135,6 +152,7 @@ class Worker:
 
     def fill(self, content: Content, slot: int, slot_mapping: np.ndarray, histories: Sequence[int]) -> None:
         """The record's tokens of these histories, its last ones, are there."""
+        self._check_state(slot)
         self.slots[slot] = replace(content, state=histories[-1])
         self.columns.update(zip(slot_mapping.tolist(), histories, strict=True))
 
@@ -152,7 +170,8 @@ class Worker:
             content = self.slots[point.slot]
             assert content.state == histories[-1], f"{name} reads what is not whole, or another's"
             self.check_columns(slot_mapping, histories)
-            reads.append(Read(point.slot, content.serial, pages_of(slot_mapping)))
+            pages = pages_of(slot_mapping) | self._check_state(point.slot)
+            reads.append(Read(point.slot, content.serial, pages))
         self.reads[name] = reads
         return [read.serial for read in reads]
 

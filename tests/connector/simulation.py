@@ -272,6 +272,7 @@ class Engine:
         metadata = HypicMetadata()
         self.side.instruct(metadata)
         self.worker.drop(metadata.dropped_slots)
+        self.worker.take(metadata.taken_slots)
         for order in metadata.orders:
             if (report := self.worker.obey(order)) is not None:
                 self.side.absorb(report)

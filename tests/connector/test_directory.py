@@ -24,9 +24,14 @@ NEEDS = {
 
 
 def directory(
-    pages: int = PAGES, slots: int = SLOTS, transition_blocks: int = 100, policy: PolicyName = "lru"
+    pages: int = PAGES,
+    slots: int = SLOTS,
+    transition_blocks: int = 100,
+    policy: PolicyName = "lru",
+    slot_pages: int = 0,
 ) -> SegmentDirectory:
-    return SegmentDirectory(Space(pages, slots, transition_blocks), PAGE_TOKENS, policy=make_policy(policy))
+    total = Space(pages, slots, transition_blocks)
+    return SegmentDirectory(total, PAGE_TOKENS, policy=make_policy(policy), slot_pages=slot_pages)
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:
@@ -55,9 +60,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.holders: list[list[Entry]] = []
         self.computing: list[Entry] = []
 
-    @initialize(policy=st.sampled_from(["lru", "flop-aware"]))
-    def start(self, policy: PolicyName) -> None:
-        self.books = directory(transition_blocks=BLOCKS, policy=policy)
+    @initialize(policy=st.sampled_from(["lru", "flop-aware"]), slot_pages=st.sampled_from([0, 2]))
+    def start(self, policy: PolicyName, slot_pages: int) -> None:
+        self.books = directory(transition_blocks=BLOCKS, policy=policy, slot_pages=slot_pages)
 
     @rule(keys=st.sets(st.sampled_from(sorted(NEEDS)), min_size=1, max_size=4))
     def acquire(self, keys: set[SegmentKey]) -> None:
@@ -109,10 +114,15 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert self.books.free_transition_blocks >= free
 
     @rule()
-    def dropped_slots_are_free(self) -> None:
-        dropped = self.books.slots.take_news()[0]
-        assert self.books.slots.take_news()[0] == []
-        assert set(dropped) <= set(range(SLOTS))
+    def news_of_slots_are_told_once(self) -> None:
+        dropped, taken = self.books.slots.take_news()
+        assert self.books.slots.take_news() == ([], {})
+        assert set(dropped) <= set(range(SLOTS)) and taken.keys() <= {e.slot for e in self.all()}
+        assert {len(pages) for pages in taken.values()} <= {self.books.slots.space.pages}
+
+    def all(self) -> list[Entry]:
+        """All records, those that are forgotten among them."""
+        return list(self.books._by_serial.values())
 
     @precondition(lambda self: self.computing)
     @rule(data=st.data())

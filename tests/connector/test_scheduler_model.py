@@ -28,7 +28,7 @@ from .simulation import (
     Prompt,
     Request,
 )
-from .vocabulary import DOCUMENTS, FORKS, LEADS, PREFIXES, WHOLE, Vocabulary
+from .vocabulary import DOCUMENTS, FORKS, LEADS, ONE_MEMORY, PREFIXES, WHOLE, Vocabulary
 
 T = TypeVar("T")
 DOCUMENT_LISTS = st.lists(st.integers(0, len(DOCUMENTS) - 1), min_size=1, max_size=3).map(tuple)
@@ -284,6 +284,12 @@ class PrefixSchedulerMachine(SchedulerMachine):
     words = PREFIXES
 
 
+class OneMemorySchedulerMachine(SchedulerMachine):
+    """And where states lie in pages."""
+
+    words = ONE_MEMORY
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
 TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
@@ -293,6 +299,8 @@ TestForkingSchedulerMachine.settings = settings(max_examples=150, stateful_step_
 
 TestPrefixSchedulerMachine = PrefixSchedulerMachine.TestCase
 TestPrefixSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestOneMemorySchedulerMachine = OneMemorySchedulerMachine.TestCase
+TestOneMemorySchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 class LongForkingSchedulerMachine(ForkingSchedulerMachine):

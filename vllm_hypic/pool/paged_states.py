@@ -71,14 +71,14 @@ class PagedPart:
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """``values [n, *shape]`` into the part of ``slots [n]`` int64."""
-        rows, at = values.contiguous().view(len(slots), -1).view(torch.uint8), 0
+        rows, at = values.contiguous().view(torch.uint8).view(len(slots), self.part.nbytes), 0
         for s in self.stretches:
             tensor = self.pages.tensors[s.tensor]
             size = s.count * tensor.size(1)
             given = rows[:, at : at + size]
             if given.size(1) < size:
                 given = torch.nn.functional.pad(given, (0, size - given.size(1)))
-            tensor[self.pages.pages(slots, s)] = given.reshape(len(slots), s.count, -1)
+            tensor[self.pages.pages(slots, s)] = given.reshape(len(slots), s.count, tensor.size(1))
             at += size
 
     def __getitem__(self, slot: int) -> np.ndarray:
