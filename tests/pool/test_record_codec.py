@@ -15,6 +15,7 @@ from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords
+from vllm_hypic.pool.paged_states import PagedRecords
 from vllm_hypic.pool.plans import RecordPlace, StoredBase
 from vllm_hypic.pool.states import (
     ConvGeometry,
@@ -23,7 +24,7 @@ from vllm_hypic.pool.states import (
     LinearGeometry,
     StateGeometry,
 )
-from vllm_hypic.pool.tensors import DevicePool, LinearRecords
+from vllm_hypic.pool.tensors import DevicePool, KeptRecords, LinearRecords
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.protocol import Verdict
@@ -43,9 +44,16 @@ MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY, DIAGONAL)
 NARROW = tuple(replace(layer, state_dtype=torch.float16) for layer in MIXED)
 
 
-def pool_of(attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR) -> DevicePool:
+def pool_of(
+    attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR, in_pages: bool = False
+) -> DevicePool:
+    """``in_pages``: states lie in pages behind the first ``PAGES``."""
     geometry = PoolGeometry(ATTENTION if attention else (), linear, PAGE, PAGES, SLOTS, transition_blocks=24)
+    if in_pages:
+        each = geometry.with_states_in_pages().slot_pages
+        geometry = replace(geometry, pages=PAGES + SLOTS * each, slot_pages=each)
     pool = DevicePool(geometry, torch.device("cpu"))
+    pool.take({slot: range(PAGES + slot, geometry.pages, SLOTS) for slot in range(SLOTS)})
     for tensor in tensors(pool):
         if tensor.numel():
             tensor.view(torch.uint8).random_(0, 256)
@@ -56,7 +64,7 @@ def tensors(pool: DevicePool) -> Iterator[torch.Tensor]:
     for kv in pool.kv.values():
         yield from (kv.key, kv.value)
     for records in pool.linear.values():
-        yield from records.parts
+        yield from (part for part in records.parts if isinstance(part, torch.Tensor))
     yield pool.transition_blocks.storage
 
 
@@ -95,11 +103,17 @@ def contents(pool: DevicePool, at: RecordPlace) -> list[torch.Tensor]:
     slots = torch.from_numpy(at.slot_mapping)
     parts = [t.view(torch.uint8)[slots] for kv in pool.kv.values() for t in (kv.key, kv.value)]
     for records in pool.linear.values():
-        parts += [part[at.slot] for part in records.parts]
-        wide = records.kept if isinstance(records, NarrowRecords) else records
-        if not at.leading and isinstance(wide, LinearRecords):
-            parts.append(wide.transition(at.slot))
+        parts += [torch.as_tensor(part[at.slot]) for part in records.parts]
+        parts += [] if at.leading else transition(records, at.slot)
     return parts
+
+
+def transition(records: KeptRecords, slot: int) -> list[torch.Tensor]:
+    """Of layers that have any."""
+    if isinstance(records, PagedRecords):
+        records, slot = records.read(torch.tensor([slot])), 0
+    wide = records.kept if isinstance(records, NarrowRecords) else records
+    return [wide.transition(slot)] if isinstance(wide, LinearRecords) else []
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -117,6 +131,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         [
             *((True, LINEAR), (True, ()), (False, LINEAR), (True, (CONV,)), (False, (CONV,))),
             *((True, (DECAY,)), (False, (DECAY,)), (True, MIXED), (True, NARROW)),
+            *((True, LINEAR, True), (True, MIXED, True), (True, NARROW, True)),
         ]
     ),
     pages=st.permutations(range(PAGES)),
@@ -125,7 +140,7 @@ def test_round_trip_to_another_place(
     columns: int,
     dead: set[int],
     leading: bool,
-    kinds: tuple[bool, tuple[StateGeometry, ...]],
+    kinds: tuple[bool, tuple[StateGeometry, ...]] | tuple[bool, tuple[StateGeometry, ...], bool],
     pages: list[int],
 ) -> None:
     pool = pool_of(*kinds)

@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.patches import all_stages
 from vllm_hypic.pool.geometry import PoolGeometry, pool_geometry
+from vllm_hypic.pool.plans import Space
 
 BUDGET = 1 << 24
 CONFIG = HypicConfig.from_mapping({"pool_bytes": BUDGET, "expected_segment_tokens": 256})
@@ -73,3 +74,17 @@ def test_every_stage_has_room_for_what_is_planned(configs: list[KVCacheConfig]) 
 def test_one_stage_is_as_ever() -> None:
     alone = geometry(stage(a=ATTENTION, d=DELTA))
     assert alone.stages == () and alone.stage({"a", "d"}) == alone
+
+
+def test_all_of_one_memory_can_be_either() -> None:
+    """Pages alone, or records of one page each; states take no more than their bytes, but for a page."""
+    alone = stage(a=ATTENTION, d=DELTA)
+    two, one = (
+        pool_geometry(alone, CONFIG, torch.bfloat16, conv_dim_first=False, states_in_pages=in_pages)
+        for in_pages in (False, True)
+    )
+    assert (two.slot_pages, one.transition_blocks) == (0, two.transition_blocks)
+    assert BUDGET - one.page_bytes < one.nbytes <= BUDGET and two.nbytes <= BUDGET
+    assert 0 <= one.slot_pages * one.page_bytes - one.slot_bytes < 2 * one.page_bytes
+    assert one.slots == one.pages // one.slot_pages > two.slots and one.pages > two.pages
+    assert one.bytes_of(Space(slots=1)) == 0 < two.bytes_of(Space(slots=1))
