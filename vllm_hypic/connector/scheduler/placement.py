@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
@@ -18,6 +19,13 @@ REFRESH = 10
 """Overlaps after which placements are planned anew."""
 APART_TOKENS = 1024
 """Tokens between checkpoints of a prefix, until it is known where they are of use."""
+
+
+class Parting(NamedTuple):
+    """Tokens with which an earlier segment began, too, and whether it ended there."""
+
+    at: int
+    goes_on: bool
 
 
 class _Placement:
@@ -47,16 +55,16 @@ class _Placement:
             refresh=REFRESH,
         )
 
-    def parts_at(self, segment: CachedSegment) -> int:
-        """Tokens with which an earlier segment began; remembers this one."""
+    def parts_at(self, segment: CachedSegment) -> Parting:
+        """Where it parts from an earlier one, which begins like it; remembers this one."""
         ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
-        shared = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
+        shared = former = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
         if shared > segment.head:
             former = max(self._seen[key] for stop, key in ends if stop == shared)
             self._planner.observe(shared - segment.head, former - segment.head)
             self._overlaps += 1
         self.remember(segment)
-        return shared
+        return Parting(shared, goes_on=shared == former)
 
     def remember(self, segment: CachedSegment, *, asked: bool = True) -> None:
         """There is a record of this segment now.  ``asked``: by a prompt that ends with it; another begins
@@ -97,7 +105,7 @@ class SegmentPlacement:
 
     def kept(self, segment: CachedSegment) -> frozenset[int]:
         """Where the record, which is about to be computed, should have checkpoints."""
-        parts_at = self._seen.parts_at(segment)
+        parts_at = self._seen.parts_at(segment).at
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
         if not self._has_states or len(stops) <= self._most:
             return frozenset(stops)
@@ -120,11 +128,12 @@ class PrefixPlacement:
         self._most, self._page = config.checkpoints, config.page_tokens
         self._seen = _Placement(config, geometry, prefill_flops, config.page_tokens, geometry.slot_bytes)
 
-    def kept(self, segment: CachedSegment) -> frozenset[int]:
-        """Where the record, which is about to be computed, should have checkpoints."""
-        parts_at = self._seen.parts_at(segment)
+    def kept(self, segment: CachedSegment, *, prompts_grow: bool = False) -> frozenset[int]:
+        """Where the record, which is about to be computed, should have checkpoints.  ``prompts_grow``: who
+        goes on from where another ended is gone on from in turn, and nobody needs what the other had."""
+        parts_at, goes_on = self._seen.parts_at(segment)
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
-        wanted = {parts_at}
+        wanted = set() if prompts_grow and goes_on else {parts_at}
         if self._seen.learned:
             wanted |= self._seen.likely(segment, parts_at)
         elif self._most:

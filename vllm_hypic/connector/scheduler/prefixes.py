@@ -21,13 +21,13 @@ from .continuations import Continuations
 from .entries import Entry, Need
 from .growing import GrowingDirectory
 from .own_prefix import OwnPrefix, PrefixStretch
+from .placement import PrefixPlacement
 
 
 class Prefixes:
     """Gives requests their own prefixes to capture.
 
-    ``need`` and ``kept``: see :class:`.Stretches`; ``complete(segment, entry, base)`` is told of records that
-    are.
+    ``need``: see :class:`.Stretches`; ``complete(segment, entry, base)`` is told of records that are.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Prefixes:
         directory: GrowingDirectory,
         admission: Admission,
         need: Callable[[CachedSegment, int], Need],
-        kept: Callable[[CachedSegment], frozenset[int]],
+        placement: PrefixPlacement,
         complete: Callable[[CachedSegment, Entry, Entry | None], None],
     ) -> None:
-        self._directory, self._admission, self._need, self._kept = directory, admission, need, kept
+        self._directory, self._admission, self._need, self._placement = directory, admission, need, placement
         self._complete = complete
         self._begun: dict[str, PromptPlan] = {}
         self._ends = Continuations()
@@ -62,7 +62,7 @@ class Prefixes:
     def _own(self, plan: PromptPlan, segment: CachedSegment, entry: Entry) -> OwnPrefix:
         """Behind the last checkpoint that is here; others get places, where they are to be kept and find
         room."""
-        directory, kept = self._directory, self._kept(segment)
+        directory, kept = self._directory, self._placement.kept(segment, prompts_grow=self._ends.likely)
         at = base = None
         if (found := directory.deepest(segment.checkpoints, entry.base)) is not None:
             at, base = found

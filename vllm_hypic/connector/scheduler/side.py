@@ -89,7 +89,7 @@ class SchedulerSide:
         self._stretches = Stretches(self.directory, need, segments.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
-        self.prefixes = Prefixes(self.directory, self.admission, need, prefixes.kept, self._complete)
+        self.prefixes = Prefixes(self.directory, self.admission, need, prefixes, self._complete)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
         self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
