@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +28,9 @@ ANSWER = tuple(range(2000, 2000 + 4 * PAGE))
 class Side:
     """An engine's scheduler side, without the engine.  Requests have ordinary prompts and run alone."""
 
-    def __init__(self, pages: int = 64, slots: int = 8, **more: Any) -> None:
+    def __init__(
+        self, pages: int = 64, slots: int = 8, flops: Callable[[int], float] = float, **more: Any
+    ) -> None:
         options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE} | more
         ids = PrimitiveIds(sep=1, pdep=2, pad=3)
         self.side = SchedulerSide(
@@ -37,6 +39,7 @@ class Side:
             Namespace.from_config({}),
             1_000_000,
             lambda: ids,
+            flops,
             keeps_answers=True,
         )
 

@@ -57,6 +57,10 @@ def test_none_stand_inside_where_prompts_only_grow(placement: PrefixPlacement) -
             kept = placement.kept(prefix(*text(talk, 10 * PAGE * turn)))
     assert kept == {30 * PAGE}, "where the turn before ended"
     assert placement.kept(prefix(*text(999, 3 * APART_TOKENS))) == set()
+    assert placement.kept(prefix(*text(777, 3 * PAGE)), prompts_grow=True) == set()
+    assert placement.kept(prefix(*text(777, 9 * PAGE)), prompts_grow=True) == set(), "nobody else parts there"
+    forks = prefix(*text(777, 5 * PAGE), *text(778, PAGE))
+    assert placement.kept(forks, prompts_grow=True) == {5 * PAGE}
 
 
 def test_one_stands_where_prompts_have_parted(placement: PrefixPlacement) -> None:

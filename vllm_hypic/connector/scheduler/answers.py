@@ -51,7 +51,7 @@ class _Answer:
 class Answers:
     """Records of what requests generate.
 
-    ``need(tokens)``: what that of a prefix of so many takes; ``stored``: has records stored, if they are;
+    ``need(tokens, behind)``: see :meth:`.Planner.need_grown`; ``stored``: has records stored, if they are;
     ``on``: there are such records.
     """
 
@@ -59,7 +59,7 @@ class Answers:
         self,
         directory: GrowingDirectory,
         admission: Admission,
-        need: Callable[[int], Need],
+        need: Callable[[int, int], Need],
         placement: PrefixPlacement,
         stored: SharedColumns | None,
         *,
@@ -194,7 +194,7 @@ class Answers:
             return
         if grown is None or not record.resident or record.forgotten:
             self._directory.end_growth(answer.entry)
-        elif self._directory.end_growth(answer.entry, grown.key, self._need(grown.stop)):
+        elif self._directory.end_growth(answer.entry, grown.key, self._need(grown.stop, record.columns)):
             if request.own is not None:
                 self._directory.supersede(record)
             self._placement.grown(grown)

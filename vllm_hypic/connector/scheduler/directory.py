@@ -15,6 +15,7 @@ from types import MappingProxyType
 from ...pool.plans import Space
 from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
+from ...store.cache_value import CacheValue
 from ...store.eviction.base import EvictionPolicy
 from .entries import MOST_WITHIN, Beginning, Entry, Lookup, Need, Spare
 from .pages import Pages
@@ -362,7 +363,12 @@ class SegmentDirectory:
         if entry.counted:
             self._shares.lessen(entry, Space(transition_blocks=spare))
         entry.transition_blocks = transition_blocks
-        entry.value = replace(entry.value, nbytes=max(0, entry.value.nbytes - spare * transition_block_bytes))
+        nbytes = max(0, entry.value.nbytes - spare * transition_block_bytes)
+        self.revalue(entry, replace(entry.value, nbytes=nbytes))
+
+    def revalue(self, entry: Entry, value: CacheValue) -> None:
+        """It is worth this from now on."""
+        entry.value = value
         if not entry.forgotten:
             self.policy.resized(entry.key, entry.value)
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...config.engine import HypicConfig
+from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
+from ...store.eviction import make_policy
 from .directory import SegmentDirectory
 from .entries import Beginning, Entry, Need
+
+PREFIX_ALPHA = 1.0
+"""Of the eviction in a pool with prefixes.  It is not tuned: a replay of accesses one by one knows nothing of
+states that rest on others."""
 
 
 class GrowingDirectory(SegmentDirectory):
@@ -18,6 +25,14 @@ class GrowingDirectory(SegmentDirectory):
         super().__init__(*args, **kwargs)
         self._superseded: dict[SegmentKey, Entry] = {}
         """The oldest first."""
+
+    @classmethod
+    def of(cls, config: HypicConfig, geometry: PoolGeometry) -> GrowingDirectory:
+        """The directory of an engine's pool."""
+        alpha = PREFIX_ALPHA if config.prefix == "sparse" else None
+        # What is asked for must be in the pool.
+        policy = make_policy(config.store.eviction, "always", alpha=alpha)
+        return cls(geometry.space, geometry.page_tokens, policy=policy, slot_pages=geometry.slot_pages)
 
     def begin_growth(self, record: Entry) -> Entry | None:
         """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will

@@ -209,27 +209,33 @@ class Planner:
             self._geometry.slot_pages,
         )
 
-    def need(self, segment: CachedSegment, stop: int | None = None) -> Need:
+    def need(self, segment: CachedSegment, stop: int | None = None, behind: int = 0) -> Need:
         """What the segment's record takes of the pool, and what it is worth: at most one transition block per
         head of every linear layer, and none for a leading segment, as nothing stands before it.
 
         ``stop``: that of its tokens before ``stop`` alone, a checkpoint, with the pages of the record.
+        ``behind``: of a prefix, it is worth what it has behind so many tokens, which another has, too.
         """
         leading = segment.role is Role.LEADING
         blocks = 0 if leading else self._geometry.record_transition_blocks
         end = segment.stop if stop is None else stop
         need = Need(end - segment.head, blocks)
         space = self._directory.space_for(need)
+        if segment.is_prefix:
+            return replace(need, value=self._worth(end, space, behind))
         own = space if stop is None else space - Space(self._directory.pages_for(need.columns))
-        nbytes = self._geometry.bytes_of(own)
-        value = CacheValue(need.columns, self._prefill_flops(end), nbytes)
+        value = CacheValue(need.columns, self._prefill_flops(end), self._geometry.bytes_of(own))
         return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 
-    def need_grown(self, columns: int) -> Need:
-        """What the record of a prefix of so many tokens takes, and what it is worth."""
+    def need_grown(self, columns: int, behind: int) -> Need:
+        """What the record of a prefix of so many tokens takes, and what it is worth, as :meth:`need` says."""
         need = Need(columns)
-        nbytes = self._geometry.bytes_of(self._directory.space_for(need))
-        return replace(need, value=CacheValue(columns, self._prefill_flops(columns), nbytes))
+        return replace(need, value=self._worth(columns, self._directory.space_for(need), behind))
+
+    def _worth(self, columns: int, space: Space, behind: int) -> CacheValue:
+        own = space - Space(behind // self._geometry.page_tokens if self._geometry.attention else 0)
+        flops = self._prefill_flops(columns) - self._prefill_flops(behind)
+        return CacheValue(columns - behind, flops, self._geometry.bytes_of(own))
 
     @property
     def quadratic(self) -> float:

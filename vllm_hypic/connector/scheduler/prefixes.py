@@ -27,14 +27,15 @@ from .placement import PrefixPlacement
 class Prefixes:
     """Gives requests their own prefixes to capture.
 
-    ``need``: see :class:`.Stretches`; ``complete(segment, entry, base)`` is told of records that are.
+    ``need(segment, stop, behind)``: see :meth:`.Planner.need`; ``complete(segment, entry, base)`` is told of
+    records that are.
     """
 
     def __init__(
         self,
         directory: GrowingDirectory,
         admission: Admission,
-        need: Callable[[CachedSegment, int], Need],
+        need: Callable[[CachedSegment, int, int], Need],
         placement: PrefixPlacement,
         complete: Callable[[CachedSegment, Entry, Entry | None], None],
     ) -> None:
@@ -72,11 +73,12 @@ class Prefixes:
         for checkpoint in segment.checkpoints:
             if checkpoint.stop <= first or checkpoint.stop not in kept:
                 continue
-            made = directory.checkpoint(checkpoint.key, entry, self._need(segment, checkpoint.stop))
+            made = directory.checkpoint(checkpoint.key, entry, self._need(segment, checkpoint.stop, first))
             if made is not None:
                 own.ahead.append(PrefixStretch(first, checkpoint.stop, made))
                 first = checkpoint.stop
         own.ahead.append(PrefixStretch(first, segment.stop, entry))
+        directory.revalue(entry, self._need(segment, segment.stop, first).value)
         return own
 
     def take_begun(self) -> dict[str, PromptPlan]:

@@ -17,7 +17,6 @@ from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.tokens import PrimitiveIds
-from ...store.eviction import make_policy
 from ...store.totals import append_stats
 from ..metadata import HypicMetadata, LoadCount, WorkerReport
 from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
@@ -64,12 +63,7 @@ class SchedulerSide:
         ``None`` without such layers; ``reads_successors``: some layers read with each token its successor;
         ``keeps_answers``: what follows a prompt's prefix is captured, too."""
         self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
-        self.directory = GrowingDirectory(
-            geometry.space,
-            geometry.page_tokens,
-            policy=make_policy(config.store.eviction, "always"),  # what is asked for must be in the pool
-            slot_pages=geometry.slot_pages,
-        )
+        self.directory = GrowingDirectory.of(config, geometry)
         self.planner = Planner(
             config,
             geometry,

@@ -7,18 +7,23 @@ from typing import Literal, get_args
 from .base import EvictionPolicy
 from .flop_aware import Admission, FlopAwarePolicy
 from .lru import LruPolicy
+from .replay import Setting
 from .tuner import TunerMode
 
 PolicyName = Literal["lru", "flop-aware"]
 
 
 def make_policy(
-    name: PolicyName, admission: Admission = "cache-value", tuner: TunerMode = "background"
+    name: PolicyName,
+    admission: Admission = "cache-value",
+    tuner: TunerMode = "background",
+    alpha: float | None = None,
 ) -> EvictionPolicy:
     """A new policy, for one tier.  ``ValueError`` for names that are not allowed.
 
     ``lru`` knows no cache values and lets everything in, whatever ``admission`` says.  ``tuner`` "inline"
-    tunes on the caller's thread, so that the same calls have the same outcome every time.  Close the policy
+    tunes on the caller's thread, so that the same calls have the same outcome every time.  ``alpha``: what it
+    is for good, instead of being tuned.  Close the policy
     after use.
     """
     for what, value, allowed in (
@@ -28,4 +33,5 @@ def make_policy(
     ):
         if value not in allowed:
             raise ValueError(f"{what}={value!r}: expected {' or '.join(allowed)}")
-    return LruPolicy() if name == "lru" else FlopAwarePolicy(admission, tuner)
+    setting = None if alpha is None else Setting(alpha)
+    return LruPolicy() if name == "lru" else FlopAwarePolicy(admission, tuner, setting)
