@@ -35,14 +35,15 @@ def test_a_state_is_worth_what_it_has_beyond_the_one_before() -> None:
     side = Side(flops=flops)
     common, whole = text(1, 3), (*text(1, 3), *text(2, 3))
     side.ask("first", (*whole, 1), ())
-    assert entry(side, whole).value == behind(side, 0, 6)
+    assert entry(side, whole).worth == behind(side, 0, 6)
     forks = [(*common, *text(n, 2)) for n in (3, 4)]
     side.ask("parts", (*forks[0], 1), ())
-    assert entry(side, common).value == behind(side, 0, 3), "kept on the way"
-    assert entry(side, forks[0]).value == behind(side, 3, 5)
+    assert entry(side, common).worth == behind(side, 0, 3), "kept on the way"
+    assert entry(side, forks[0]).worth == behind(side, 3, 5)
+    assert entry(side, forks[0]).value == behind(side, 0, 5), "what a hit saves"
     assert side.ask("goes on", (*forks[1], 1), ANSWER) == 2 * PAGE + 1
-    assert entry(side, forks[1]).value == behind(side, 3, 5)
-    assert entry(side, (*forks[1], 1, *ANSWER)[: 9 * PAGE]).value == behind(side, 5, 9)
+    assert entry(side, forks[1]).worth == behind(side, 3, 5)
+    assert entry(side, (*forks[1], 1, *ANSWER)[: 9 * PAGE]).worth == behind(side, 5, 9)
 
 
 def test_who_saves_most_for_its_bytes_stays_longer() -> None:

@@ -200,6 +200,7 @@ class SegmentDirectory:
             need.columns,
             need.transition_blocks,
             need.value,
+            need.worth,
             self._reserved,
             tenant,
             spare=self._spare(need) if need.has_spare else None,
@@ -219,8 +220,8 @@ class SegmentDirectory:
 
     def _list(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        self.policy.missed(entry.key, entry.value)
-        self.policy.added(entry.key, entry.value)
+        self.policy.missed(entry.key, entry.worth)
+        self.policy.added(entry.key, entry.worth)
         self._changed(entry.key)
 
     # -- checkpoints ---------------------------------------------------------------------------
@@ -363,14 +364,14 @@ class SegmentDirectory:
         if entry.counted:
             self._shares.lessen(entry, Space(transition_blocks=spare))
         entry.transition_blocks = transition_blocks
-        nbytes = max(0, entry.value.nbytes - spare * transition_block_bytes)
-        self.revalue(entry, replace(entry.value, nbytes=nbytes))
+        nbytes = max(0, entry.worth.nbytes - spare * transition_block_bytes)
+        self.weigh(entry, replace(entry.worth, nbytes=nbytes))
 
-    def revalue(self, entry: Entry, value: CacheValue) -> None:
-        """It is worth this from now on."""
-        entry.value = value
+    def weigh(self, entry: Entry, worth: CacheValue) -> None:
+        """It is worth this to eviction from now on."""
+        entry.worth = worth
         if not entry.forgotten:
-            self.policy.resized(entry.key, entry.value)
+            self.policy.resized(entry.key, worth)
 
     def abort(self, entry: Entry) -> bool:
         """A reserved record will not be filled.  True when requests still wait for it: it then keeps

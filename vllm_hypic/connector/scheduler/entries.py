@@ -26,13 +26,20 @@ MOST_WITHIN = 1000
 
 @dataclass(frozen=True)
 class Need:
-    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and what it is
-    worth.  ``has_spare``: until it is complete a second slot, with as many blocks."""
+    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and the
+    ``value`` of a hit.  ``has_spare``: until it is complete a second slot, with as many blocks; ``own``: what
+    would be lost with it alone, where others have a part of it, too."""
 
     columns: int
     transition_blocks: int = 0
     value: CacheValue = NO_VALUE
     has_spare: bool = False
+    own: CacheValue | None = None
+
+    @property
+    def worth(self) -> CacheValue:
+        """To eviction."""
+        return self.value if self.own is None else self.own
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Entry:
     columns: int
     transition_blocks: int
     value: CacheValue
+    worth: CacheValue
     serial: int
     tenant: str
     resident: bool = False

@@ -41,7 +41,7 @@ class GrowingDirectory(SegmentDirectory):
         if victims is None:
             return None
         self._evict(victims)
-        need = Need(record.columns, value=record.value)
+        need = Need(record.columns, value=record.value, own=record.worth)
         entry = self._reserve(record.key, need, record.tenant, record.pages, record, listed=False)
         entry.forgotten, entry.is_checkpoint, entry.lent = True, False, len(record.pages)
         entry.within.clear()
@@ -73,7 +73,7 @@ class GrowingDirectory(SegmentDirectory):
         self._shares.remove(entry)
         pages = self.pages_for(need.columns)
         self._pages.leave(reversed(entry.pages[pages:]))
-        entry.key, entry.value = key, need.value
+        entry.key, entry.value, entry.worth = key, need.value, need.worth
         entry.pages, entry.columns = entry.pages[:pages], need.columns
         entry.forgotten, entry.resident, entry.lent = False, True, 0
         self._list(entry)

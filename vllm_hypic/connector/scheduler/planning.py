@@ -222,20 +222,21 @@ class Planner:
         need = Need(end - segment.head, blocks)
         space = self._directory.space_for(need)
         if segment.is_prefix:
-            return replace(need, value=self._worth(end, space, behind))
+            return self._prefix_need(need, end, behind)
         own = space if stop is None else space - Space(self._directory.pages_for(need.columns))
         value = CacheValue(need.columns, self._prefill_flops(end), self._geometry.bytes_of(own))
         return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 
     def need_grown(self, columns: int, behind: int) -> Need:
         """What the record of a prefix of so many tokens takes, and what it is worth, as :meth:`need` says."""
-        need = Need(columns)
-        return replace(need, value=self._worth(columns, self._directory.space_for(need), behind))
+        return self._prefix_need(Need(columns), columns, behind)
 
-    def _worth(self, columns: int, space: Space, behind: int) -> CacheValue:
-        own = space - Space(behind // self._geometry.page_tokens if self._geometry.attention else 0)
-        flops = self._prefill_flops(columns) - self._prefill_flops(behind)
-        return CacheValue(columns - behind, flops, self._geometry.bytes_of(own))
+    def _prefix_need(self, need: Need, stop: int, behind: int) -> Need:
+        space, saved = self._directory.space_for(need), self._prefill_flops(stop)
+        others = Space(self._directory.pages_for(behind))
+        nbytes = self._geometry.bytes_of(space - others)
+        own = CacheValue(stop - behind, saved - self._prefill_flops(behind), nbytes)
+        return replace(need, value=CacheValue(stop, saved, self._geometry.bytes_of(space)), own=own)
 
     @property
     def quadratic(self) -> float:

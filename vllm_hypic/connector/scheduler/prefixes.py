@@ -78,7 +78,7 @@ class Prefixes:
                 own.ahead.append(PrefixStretch(first, checkpoint.stop, made))
                 first = checkpoint.stop
         own.ahead.append(PrefixStretch(first, segment.stop, entry))
-        directory.revalue(entry, self._need(segment, segment.stop, first).value)
+        directory.weigh(entry, self._need(segment, segment.stop, first).worth)
         return own
 
     def take_begun(self) -> dict[str, PromptPlan]:
