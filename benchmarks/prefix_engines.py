@@ -132,16 +132,18 @@ def measure(
 ) -> tuple[list[EngineResult], dict[str, dict[str, object]]]:
     """Results by trace, and what the engines are.  ``scale``: lengths over those of the trace; prompts of
     more than ``longest`` tokens, with answers if these are generated, are left out."""
-    options = {
+    pool = {
         **settings.hypic,
         "prefix": "sparse",
         "page_tokens": page_tokens,
         "pool_bytes": int(settings.kv_gib * pool_share * 2**30),
     }
-    ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=options)
-    forced: dict[str, Any] = {"logits_processors": [FORCING]} if answers else {}
-    stock = Engine(settings, longest + 8, hypic=False, enable_prefix_caching=True, **forced)
-    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True, **forced)
+    ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=pool)
+    # The longest prompt must fit into what is left beside the pool.
+    options: dict[str, Any] = {"enable_prefix_caching": True, "max_model_len": longest + 8}
+    options |= {"logits_processors": [FORCING]} if answers else {}
+    stock = Engine(settings, longest + 8, hypic=False, **options)
+    hypic = Engine(ours, longest + 8, hypic=True, **options)
     found = []
     with running(stock, hypic):
         words = np.asarray(stock.vocabulary)
