@@ -192,7 +192,7 @@ def test_alibi_is_refused(start_engine: EngineFactory, tmp_path: Path, engine_lo
     save = partial(tiny_models.save, dtype=torch.bfloat16)
     fields = {"num_hidden_layers": 2, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
     run_apart(save, tmp_path, "Bloom", fields, log=engine_logs / "models.log")
-    with pytest.raises(EngineError, match="hypic: .*h.0.self_attention.attn: ALiBi") as error:
+    with pytest.raises(EngineError, match=r"hypic: .*h\.0\.self_attention\.attn: ALiBi") as error:
         start_engine(tmp_path)
     assert error.value.kind in ("Unsupported", "ConfigError")
 
