@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     from .tensors import PublicKV, StateRecords
 
 
+_WORD = torch.int64
+"""Rows are copied by these, of which pieces are multiples: faster than bytes."""
+
+
 class StatePages:
     """The pool's pages as bytes, and which of them the states of a slot lie in.  On the CPU."""
 
     def __init__(self, geometry: PoolGeometry, kv: Mapping[str, PublicKV]) -> None:
         tensors = [tensor for a in geometry.attention for tensor in kv[a.layer].parts.values()]
         shape = (geometry.pages, -1)
-        self.tensors = [tensor.view(torch.uint8).view(*shape) for tensor in tensors]
-        """``[pages, bytes]`` uint8 each: a piece a page."""
+        self.tensors = [tensor.view(torch.uint8).view(*shape).view(_WORD) for tensor in tensors]
+        """``[pages, words]`` each: a piece a page."""
         parts = [(g.layer, part) for g in geometry.linear for part in g.parts]
-        pieces, sizes = [t.size(1) for t in self.tensors], [part.nbytes for _, part in parts]
+        pieces, sizes = [_bytes(t) for t in self.tensors], [part.nbytes for _, part in parts]
         found = layout(pieces, sizes, geometry.slot_pages)
         assert found is not None, "the geometry says that they fit"
         self._parts: dict[str, list[PagedPart]] = {}
@@ -50,8 +54,8 @@ class StatePages:
             self._of[slot] = torch.tensor(pages)
 
     def pages(self, slots: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-        """Of ``slots [n]``, ``[n, stretch.count]`` int64."""
-        return self._of[slots, stretch.first : stretch.first + stretch.count]
+        """Of ``slots [n]``, one behind the other: ``[n * stretch.count]`` int64."""
+        return self._of[slots, stretch.first : stretch.first + stretch.count].flatten()
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,12 @@ class PagedPart:
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Copies ``[n, *shape]`` of the part of ``slots [n]`` int64."""
-        found = [self.pages.tensors[s.tensor][self.pages.pages(slots, s)].flatten(1) for s in self.stretches]
+        found: list[torch.Tensor] = []
+        for s in self.stretches:
+            words = self.pages.tensors[s.tensor].index_select(0, self.pages.pages(slots, s))
+            found.append(words.view(len(slots), s.count * words.size(1)))
         whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-        exact = whole[:, : self.part.nbytes].contiguous()
+        exact = whole.view(torch.uint8)[:, : self.part.nbytes].contiguous()
         return exact.view(self.part.dtype).view(len(slots), *self.part.shape)
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
@@ -74,11 +81,12 @@ class PagedPart:
         rows, at = values.contiguous().view(torch.uint8).view(len(slots), self.part.nbytes), 0
         for s in self.stretches:
             tensor = self.pages.tensors[s.tensor]
-            size = s.count * tensor.size(1)
+            size = s.count * _bytes(tensor)
             given = rows[:, at : at + size]
             if given.size(1) < size:
                 given = torch.nn.functional.pad(given, (0, size - given.size(1)))
-            tensor[self.pages.pages(slots, s)] = given.reshape(len(slots), s.count, tensor.size(1))
+            pieces = given.reshape(len(slots) * s.count, _bytes(tensor)).view(_WORD)
+            tensor.index_copy_(0, self.pages.pages(slots, s), pieces)
             at += size
 
     def __getitem__(self, slot: int) -> np.ndarray:
@@ -89,17 +97,23 @@ class PagedPart:
     def __setitem__(self, slot: int, values: np.ndarray) -> None:
         at = 0
         for tensor, pages in self._on_host(slot):
-            given = values[at : at + tensor[pages].size]
-            padded = np.zeros(len(pages) * tensor.shape[1], np.uint8)
-            padded[: len(given)] = given
-            tensor[pages] = padded.reshape(len(pages), -1)
-            at += len(padded)
+            rows = np.zeros((len(pages), tensor.shape[1]), np.uint8)
+            given = values[at : at + rows.size]
+            rows.reshape(-1)[: len(given)] = given
+            tensor[pages] = rows
+            at += rows.size
 
     def _on_host(self, slot: int) -> list[tuple[np.ndarray, np.ndarray]]:
         of = self.pages._of.numpy()[slot]
         return [
-            (self.pages.tensors[s.tensor].numpy(), of[s.first : s.first + s.count]) for s in self.stretches
+            (self.pages.tensors[s.tensor].numpy().view(np.uint8), of[s.first : s.first + s.count])
+            for s in self.stretches
         ]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Of a row."""
+    return tensor.size(1) * tensor.itemsize
 
 
 class PagedRecords(CopiedRecords):
