@@ -192,7 +192,7 @@ def test_an_engine_describes_itself_so() -> None:
     others += " generation shared_tiers limits literal_text learned has_transition"
     others += " reads_successors"
     assert set(told) == {*numbers.split(), *others.split()}
-    limits = "pages slots page_tokens max_request_tokens tiles record_tiles"
+    limits = "pages slots page_tokens max_request_tokens tiles record_tiles state_pages"
     assert set(told["limits"]) == set(limits.split())
 
 
