@@ -28,10 +28,10 @@ def directory(
     slots: int = SLOTS,
     transition_blocks: int = 100,
     policy: PolicyName = "lru",
-    slot_pages: int = 0,
+    state_pages: int = 0,
 ) -> SegmentDirectory:
     total = Space(pages, slots, transition_blocks)
-    return SegmentDirectory(total, PAGE_TOKENS, policy=make_policy(policy), slot_pages=slot_pages)
+    return SegmentDirectory(total, PAGE_TOKENS, policy=make_policy(policy), state_pages=state_pages)
 
 
 def wanted(*keys: str) -> dict[SegmentKey, Need]:
@@ -60,9 +60,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.holders: list[list[Entry]] = []
         self.computing: list[Entry] = []
 
-    @initialize(policy=st.sampled_from(["lru", "flop-aware"]), slot_pages=st.sampled_from([0, 2]))
-    def start(self, policy: PolicyName, slot_pages: int) -> None:
-        self.books = directory(transition_blocks=BLOCKS, policy=policy, slot_pages=slot_pages)
+    @initialize(policy=st.sampled_from(["lru", "flop-aware"]), state_pages=st.sampled_from([0, 2]))
+    def start(self, policy: PolicyName, state_pages: int) -> None:
+        self.books = directory(transition_blocks=BLOCKS, policy=policy, state_pages=state_pages)
 
     @rule(keys=st.sets(st.sampled_from(sorted(NEEDS)), min_size=1, max_size=4))
     def acquire(self, keys: set[SegmentKey]) -> None:

@@ -18,7 +18,7 @@ QUERY = (900, 901)
 HEADS = 2
 
 
-def geometry(pages: int, slots: int, slot_pages: int = 0) -> PoolGeometry:
+def geometry(pages: int, slots: int, state_pages: int = 0) -> PoolGeometry:
     """A pool in which every record but one may need all of its transition blocks."""
     return PoolGeometry(
         (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),),
@@ -27,7 +27,7 @@ def geometry(pages: int, slots: int, slot_pages: int = 0) -> PoolGeometry:
         pages=pages,
         slots=slots,
         transition_blocks=(slots - 1) * HEADS,
-        slot_pages=slot_pages,
+        state_pages=state_pages,
     )
 
 
@@ -67,5 +67,5 @@ FORKS = Vocabulary(
 )
 """Documents that begin alike, of records with checkpoints."""
 PREFIXES = replace(FORKS, geometry=geometry(16, 9), prefixes=True)
-ONE_MEMORY = replace(FORKS, geometry=geometry(30, 15, slot_pages=2), prefixes=True)
+ONE_MEMORY = replace(FORKS, geometry=geometry(30, 15, state_pages=2), prefixes=True)
 """States lie in pages."""

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_hypic.backends.linear.copied import capturing, reading
 from vllm_hypic.backends.linear.layout import Composed, Segments
-from vllm_hypic.backends.linear.narrow import capturing, reading
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, reference
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords

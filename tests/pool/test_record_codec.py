@@ -50,8 +50,8 @@ def pool_of(
     """``in_pages``: states lie in pages behind the first ``PAGES``."""
     geometry = PoolGeometry(ATTENTION if attention else (), linear, PAGE, PAGES, SLOTS, transition_blocks=24)
     if in_pages:
-        each = geometry.with_states_in_pages().slot_pages
-        geometry = replace(geometry, pages=PAGES + SLOTS * each, slot_pages=each)
+        each = geometry.with_states_in_pages().state_pages
+        geometry = replace(geometry, pages=PAGES + SLOTS * each, state_pages=each)
     pool = DevicePool(geometry, torch.device("cpu"))
     pool.take({slot: range(PAGES + slot, geometry.pages, SLOTS) for slot in range(SLOTS)})
     for tensor in tensors(pool):

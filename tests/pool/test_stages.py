@@ -83,8 +83,8 @@ def test_all_of_one_memory_can_be_either() -> None:
         pool_geometry(alone, CONFIG, torch.bfloat16, conv_dim_first=False, states_in_pages=in_pages)
         for in_pages in (False, True)
     )
-    assert two.slot_pages == 0 < one.slot_pages
+    assert two.state_pages == 0 < one.state_pages
     assert BUDGET - one.page_bytes < one.nbytes <= BUDGET and two.nbytes <= BUDGET
-    assert 0 <= one.slot_pages * one.page_bytes - one.slot_bytes < 2 * one.page_bytes
-    assert one.slots == one.pages // one.slot_pages > two.slots and one.pages > two.pages
+    assert 0 <= one.state_pages * one.page_bytes - one.slot_bytes < 2 * one.page_bytes
+    assert one.slots == one.pages // one.state_pages > two.slots and one.pages > two.pages
     assert one.bytes_of(Space(slots=1)) == 0 < two.bytes_of(Space(slots=1))

@@ -91,8 +91,8 @@ class HypicModelRunner(GPUModelRunner):
             geometry.nbytes / 2**30,
             geometry.pages,
             geometry.page_tokens,
-            f"{geometry.slot_pages} for each state"
-            if geometry.slot_pages
+            f"{geometry.state_pages} for each state"
+            if geometry.state_pages
             else f"{geometry.slots} state slots",
             "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled",
         )

@@ -77,7 +77,7 @@ class PoolGeometry:
     pages: int
     slots: int
     transition_blocks: int = 0
-    slot_pages: int = 0
+    state_pages: int = 0
     """Pages that the states of a slot lie in (``paged_states.py``); 0: they have a memory of their own."""
     stages: tuple[tuple[str, ...], ...] = ()
     """Names of each pipeline stage's layers; empty: there is one stage."""
@@ -95,7 +95,7 @@ class PoolGeometry:
             for one in self._stages
             if one.linear
         ]
-        return replace(self, slot_pages=max(needed, default=0) if all(needed) else 0)
+        return replace(self, state_pages=max(needed, default=0) if all(needed) else 0)
 
     def stage(self, names: Container[str]) -> PoolGeometry:
         """The pool of the stage that has the layers of these names."""
@@ -121,7 +121,7 @@ class PoolGeometry:
     @property
     def _own_slot_bytes(self) -> int:
         """What a slot takes besides pages."""
-        return 0 if self.slot_pages else self.slot_bytes
+        return 0 if self.state_pages else self.slot_bytes
 
     def bytes_of(self, space: Space) -> int:
         """Bytes that so many pages, slots and transition blocks take."""
@@ -240,7 +240,7 @@ def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeomet
     own = Space(0, segments, blocks)
     pages = (budget - sized.bytes_of(own)) // sized.page_bytes if sized.attention else 0
     # Without linear layers slots cost nothing: a segment takes at least one page.
-    slots = segments if sized.linear and not sized.slot_pages else pages // max(1, sized.slot_pages)
+    slots = segments if sized.linear and not sized.state_pages else pages // max(1, sized.state_pages)
     return replace(sized, pages=pages, slots=slots, transition_blocks=blocks)
 
 
@@ -248,7 +248,7 @@ def expected_space(geometry: PoolGeometry, config: HypicConfig) -> Space:
     """What a segment of ``expected_segment_tokens`` with ``expected_live_heads`` takes in such a pool."""
     pages = -(-config.expected_segment_tokens // geometry.page_tokens) if geometry.attention else 0
     blocks = math.ceil(geometry.record_transition_blocks * config.expected_live_heads)
-    return Space(pages + geometry.slot_pages, 1 if geometry.linear else 0, blocks)
+    return Space(pages + geometry.state_pages, 1 if geometry.linear else 0, blocks)
 
 
 def _layer_specs(kv_cache_config: KVCacheConfig) -> list[tuple[str, KVCacheSpec]]:

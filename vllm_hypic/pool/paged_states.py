@@ -15,7 +15,7 @@ import torch
 
 from .copied import CopiedRecords
 from .narrow_states import NarrowRecords
-from .state_layout import Stretch, layout
+from .state_layout import Extent, layout
 
 if TYPE_CHECKING:
     from .geometry import PoolGeometry
@@ -37,15 +37,15 @@ class StatePages:
         """``[pages, words]`` each: a piece a page."""
         parts = [(g.layer, part) for g in geometry.linear for part in g.parts]
         pieces, sizes = [_bytes(t) for t in self.tensors], [part.nbytes for _, part in parts]
-        found = layout(pieces, sizes, geometry.slot_pages)
+        found = layout(pieces, sizes, geometry.state_pages)
         assert found is not None, "the geometry says that they fit"
         self._parts: dict[str, list[PagedPart]] = {}
-        for (name, part), stretches in zip(parts, found, strict=True):
-            self._parts.setdefault(name, []).append(PagedPart(self, part, stretches))
-        self._of = torch.zeros(geometry.slots, geometry.slot_pages, dtype=torch.int64)
+        for (name, part), extents in zip(parts, found, strict=True):
+            self._parts.setdefault(name, []).append(PagedPart(self, part, extents))
+        self._of = torch.zeros(geometry.slots, geometry.state_pages, dtype=torch.int64)
 
     def parts_of(self, layer: str) -> list[PagedPart]:
-        """In the order of its geometry's."""
+        """Those of this layer, in the order of its geometry's parts."""
         return self._parts[layer]
 
     def take(self, slots: Mapping[int, Sequence[int]]) -> None:
@@ -53,9 +53,9 @@ class StatePages:
         for slot, pages in slots.items():
             self._of[slot] = torch.tensor(pages)
 
-    def pages(self, slots: torch.Tensor, stretch: Stretch) -> torch.Tensor:
-        """Of ``slots [n]``, one behind the other: ``[n * stretch.count]`` int64."""
-        return self._of[slots, stretch.first : stretch.first + stretch.count].flatten()
+    def pages(self, slots: torch.Tensor, extent: Extent) -> torch.Tensor:
+        """The pages of this extent of ``slots [n]``, slot by slot: ``[n * extent.count]`` int64."""
+        return self._of[slots, extent.first : extent.first + extent.count].flatten()
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class PagedPart:
 
     pages: StatePages
     part: SlotPart
-    stretches: tuple[Stretch, ...]
+    extents: tuple[Extent, ...]
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Copies ``[n, *shape]`` of the part of ``slots [n]`` int64."""
         found: list[torch.Tensor] = []
-        for s in self.stretches:
+        for s in self.extents:
             words = self.pages.tensors[s.tensor].index_select(0, self.pages.pages(slots, s))
             found.append(words.view(len(slots), s.count * words.size(1)))
         whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
@@ -79,7 +79,7 @@ class PagedPart:
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """``values [n, *shape]`` into the part of ``slots [n]`` int64."""
         rows, at = values.contiguous().view(torch.uint8).view(len(slots), self.part.nbytes), 0
-        for s in self.stretches:
+        for s in self.extents:
             tensor = self.pages.tensors[s.tensor]
             size = s.count * _bytes(tensor)
             given = rows[:, at : at + size]
@@ -107,12 +107,12 @@ class PagedPart:
         of = self.pages._of.numpy()[slot]
         return [
             (self.pages.tensors[s.tensor].numpy().view(np.uint8), of[s.first : s.first + s.count])
-            for s in self.stretches
+            for s in self.extents
         ]
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Of a row."""
+    """Bytes of one row of ``tensor``, which is a page's piece."""
     return tensor.size(1) * tensor.itemsize
 
 
@@ -139,7 +139,9 @@ class PagedRecords(CopiedRecords):
         return found.room(torch.arange(len(slots))) if isinstance(found, NarrowRecords) else found
 
     def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
-        if isinstance(narrow := self._empty(slots), NarrowRecords):
+        if self._geometry.narrow:
+            narrow = self._empty(slots)
+            assert isinstance(narrow, NarrowRecords)
             narrow.write(torch.arange(len(slots)), captured, numbers)
             parts = narrow.parts
         else:

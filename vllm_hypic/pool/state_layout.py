@@ -17,7 +17,7 @@ ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Extent:
     """Pieces ``[first, first + count)`` of a state's pages, counted by page, in the tensor of this number."""
 
     tensor: int
@@ -25,8 +25,8 @@ class Stretch:
     count: int
 
 
-Layout = list[tuple[Stretch, ...]]
-"""Of each part of a record's states, in order, the pieces that it takes."""
+Layout = list[tuple[Extent, ...]]
+"""The pieces that each part of a record's states takes, in the order of the parts."""
 
 
 def layout(pieces: Sequence[int], parts: Sequence[int], pages: int) -> Layout | None:
@@ -35,16 +35,16 @@ def layout(pieces: Sequence[int], parts: Sequence[int], pages: int) -> Layout | 
     found: Layout = []
     tensor, first = 0, 0
     for nbytes in parts:
-        stretches: list[Stretch] = []
+        extents: list[Extent] = []
         while nbytes > 0:
             if first == pages:
                 tensor, first = tensor + 1, 0
             if tensor == len(pieces) or not pages:
                 return None
             count = min(pages - first, -(-nbytes // pieces[tensor]))
-            stretches.append(Stretch(tensor, first, count))
+            extents.append(Extent(tensor, first, count))
             first, nbytes = first + count, nbytes - count * pieces[tensor]
-        found.append(tuple(stretches))
+        found.append(tuple(extents))
     return found
 
 

@@ -175,7 +175,7 @@ class DevicePool:
             TRANSITION_DTYPE,
             device,
         )
-        self._state_pages = StatePages(geometry, self.kv) if geometry.slot_pages else None
+        self._state_pages = StatePages(geometry, self.kv) if geometry.state_pages else None
         self.linear: dict[str, KeptRecords] = {
             g.layer: self._allocated(g, block_of)
             for g, block_of in zip(geometry.linear, blocks.block_of, strict=True)

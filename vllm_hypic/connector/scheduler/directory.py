@@ -38,14 +38,14 @@ class SegmentDirectory:
     """Pages, slots, transition blocks and records of the public pool."""
 
     def __init__(
-        self, total: Space, page_tokens: int, *, policy: EvictionPolicy, slot_pages: int = 0
+        self, total: Space, page_tokens: int, *, policy: EvictionPolicy, state_pages: int = 0
     ) -> None:
-        """``slot_pages``: pages that the states of a slot take; 0: they have a memory of their own."""
+        """``state_pages``: pages that the states of a slot take; 0: they have a memory of their own."""
         self.policy = policy
         self.total, self.page_tokens = total, page_tokens
         self.free_transition_blocks = total.transition_blocks
         self._pages = Pages(total.pages)
-        self.slots = Slots(total.slots, self._pages, slot_pages)
+        self.slots = Slots(total.slots, self._pages, state_pages)
         self._entries: dict[SegmentKey, Entry] = {}
         """Records that are found."""
         self._by_serial: dict[int, Entry] = {}
@@ -204,7 +204,7 @@ class SegmentDirectory:
             self._reserved,
             tenant,
             spare=self._spare(need) if need.has_spare else None,
-            slot_pages=self.slots.space.pages,
+            state_pages=self.slots.space.pages,
             is_checkpoint=record is not None,
             within=set() if record is None else {record.key},
         )

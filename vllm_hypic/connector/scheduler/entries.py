@@ -38,7 +38,7 @@ class Need:
 
     @property
     def worth(self) -> CacheValue:
-        """To eviction."""
+        """What eviction takes the record to be worth: what would be lost with it."""
         return self.value if self.own is None else self.own
 
 
@@ -48,11 +48,11 @@ class Spare:
 
     slot: int
     transition_blocks: int
-    slot_pages: int = 0
+    state_pages: int = 0
 
     @property
     def space(self) -> Space:
-        return Space(self.slot_pages, 1, self.transition_blocks)
+        return Space(self.state_pages, 1, self.transition_blocks)
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Entry:
     """Not found any more; it goes as soon as it is complete and nobody uses it."""
     spare: Spare | None = None
     """While it is made in stretches."""
-    slot_pages: int = 0
-    """Pages that its states lie in."""
+    state_pages: int = 0
+    """So many pages its states lie in, besides those of K and V."""
     is_checkpoint: bool = False
     """It was made on the way to a record."""
     within: set[SegmentKey] = field(default_factory=set)
@@ -104,7 +104,7 @@ class Entry:
 
     @property
     def space(self) -> Space:
-        space = Space(len(self.pages) + self.slot_pages, 1, self.transition_blocks)
+        space = Space(len(self.pages) + self.state_pages, 1, self.transition_blocks)
         return space if self.spare is None else space + self.spare.space
 
     @property

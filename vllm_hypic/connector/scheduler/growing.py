@@ -32,7 +32,7 @@ class GrowingDirectory(SegmentDirectory):
         alpha = PREFIX_ALPHA if config.prefix == "sparse" else None
         # What is asked for must be in the pool.
         policy = make_policy(config.store.eviction, "always", alpha=alpha)
-        return cls(geometry.space, geometry.page_tokens, policy=policy, slot_pages=geometry.slot_pages)
+        return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=geometry.state_pages)
 
     def begin_growth(self, record: Entry) -> Entry | None:
         """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will

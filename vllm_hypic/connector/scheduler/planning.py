@@ -206,7 +206,7 @@ class Planner:
             self._max_model_len - 1,
             room.transition_blocks,
             self._geometry.record_transition_blocks,
-            self._geometry.slot_pages,
+            self._geometry.state_pages,
         )
 
     def need(self, segment: CachedSegment, stop: int | None = None, behind: int = 0) -> Need:

@@ -35,7 +35,7 @@ class Slots:
         return slot
 
     def leave(self, slot: int) -> None:
-        """Its record is gone."""
+        """Free ``slot``, and the pages that the states of its record lay in."""
         self._free.append(slot)
         self._dropped.append(slot)
         self._pages.leave(reversed(self._lies_in.pop(slot, ())))

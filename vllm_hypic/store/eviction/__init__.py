@@ -23,8 +23,7 @@ def make_policy(
 
     ``lru`` knows no cache values and lets everything in, whatever ``admission`` says.  ``tuner`` "inline"
     tunes on the caller's thread, so that the same calls have the same outcome every time.  ``alpha``: what it
-    is for good, instead of being tuned.  Close the policy
-    after use.
+    is for good, instead of being tuned.  Close the policy after use.
     """
     for what, value, allowed in (
         ("eviction", name, get_args(PolicyName)),

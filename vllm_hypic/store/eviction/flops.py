@@ -50,7 +50,7 @@ class Latent:
         return 2.0 * (down + up + (self.query_rank or hidden) * query + self.heads * self.value_size * hidden)
 
     def pairs(self, tokens: int) -> float:
-        """As :meth:`Attention.pairs`; K and V of every head, as prefill has them."""
+        """FLOPs of a prefill's pairs of query and key, in causal attention over K and V of every head."""
         sizes = self.plain_size + self.rotated_size + self.value_size
         return 2.0 * self.heads * sizes * tokens * (tokens + 1) / 2
 
@@ -282,7 +282,8 @@ def _latent(config: object, heads: int) -> Latent | None:
 
 
 def _fla(config: Any, hidden: int) -> FlaMixer | None:
-    """By flash-linear-attention's names and, where nothing is said, its values."""
+    """The mixer of a model of flash-linear-attention's, by that library's names of options and its defaults;
+    ``None``: it is none."""
     kind = getattr(config, "model_type", None)
     if kind not in ("delta_net", "retnet", "gla"):
         return None
