@@ -139,9 +139,7 @@ class PagedRecords(CopiedRecords):
         return found.room(torch.arange(len(slots))) if isinstance(found, NarrowRecords) else found
 
     def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
-        if self._geometry.narrow:
-            narrow = self._empty(slots)
-            assert isinstance(narrow, NarrowRecords)
+        if isinstance(narrow := self._empty(slots), NarrowRecords):
             narrow.write(torch.arange(len(slots)), captured, numbers)
             parts = narrow.parts
         else:
