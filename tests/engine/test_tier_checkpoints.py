@@ -3,12 +3,18 @@ differs from one that was not."""
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle import random_segments
+
+from vllm_hypic.store.record import VERSION
+from vllm_hypic.store.tiers.disk_files import HEAD_BYTES
 
 from .conftest import EngineFactory
 from .engines import Answer, Ask, Engine, audit, metrics, prompt, same, store_of
@@ -50,6 +56,7 @@ def document(*more: int) -> Ask:
     return Ask(prompt([*DOCUMENT, *more], query=QUERY), 4, sampling={"logprobs": -1})
 
 
+FORMER = plain(TURNS[0], salt="former")
 BEFORE = [plain(TURNS[0]), plain(TURNS[1]), document(), *map(plain, FORKS[:3])]
 AFTER = [plain(TURNS[2]), document(*PARTS[0][:9]), plain(FORKS[3])]
 
@@ -60,12 +67,40 @@ class Restarted:
     sizes: list[float]
     """Bytes that were stored for each of ``BEFORE``."""
     before: list[Answer]
+    lost: Answer
+    """To a turn whose predecessor's record rests on a file that is gone."""
+    former: Answer
+    """To ``FORMER``, whose record was of another version of the format."""
+    foreign: int
+    """Such records found."""
+
+
+def as_version(version: int, file: Path) -> None:
+    """A tier's file holds a sound record that says so of itself."""
+    changed = bytearray(file.read_bytes())
+    record = memoryview(changed)[HEAD_BYTES:]
+    assert version_of(file) == VERSION != version
+    struct.pack_into("<I", record, 8, version)
+    (payload,) = struct.unpack_from("<Q", record, 16)
+    start = len(record) - payload
+    struct.pack_into("<I", record, 28, zlib.crc32(bytes(record[:28]) + bytes(record[32:start])))
+    file.write_bytes(changed)
+
+
+def version_of(file: Path) -> int:
+    (version,) = struct.unpack_from("<I", file.read_bytes(), HEAD_BYTES + 8)
+    return int(version)
 
 
 def written(llm: Any) -> float:
     assert store_of(llm).drain(30)
     bytes_written: float = store_of(llm).stats().tiers["disk"].written_bytes
     return bytes_written
+
+
+def foreign(llm: Any) -> int:
+    count: int = store_of(llm).stats().tiers["disk"].corrupt
+    return count
 
 
 @pytest.fixture(scope="module", params=["hybrid", "attention"])
@@ -89,8 +124,18 @@ def restarted(
         engine.ask(plain(LOST_TURNS[1], salt="lost"))
         engine.call(written)
         base.unlink()
+        others = set(folder.rglob("*.hypic"))
+        engine.ask(FORMER)
+        engine.call(written)
+        (former,) = set(folder.rglob("*.hypic")) - others
+        as_version(VERSION - 1, former)
     with module_engine(model, **arguments) as engine:
-        yield Restarted(engine, sizes, answers)
+        (turn,), found = engine.ask(plain(LOST_TURNS[2], salt="lost")), engine.call(foreign)
+        (again,) = engine.ask(FORMER)
+        found = engine.call(foreign) - found
+        assert engine.call(written)
+        assert version_of(former) == VERSION, "it is stored anew"
+        yield Restarted(engine, sizes, answers, turn, again, found)
         assert engine.call(audit).clean
 
 
@@ -125,10 +170,14 @@ def test_a_conversation_is_stored_once(restarted: Restarted) -> None:
 
 
 def test_without_what_it_rests_on_a_record_is_computed(restarted: Restarted) -> None:
-    engine = restarted.engine
-    lost = [plain(turn, salt="lost") for turn in LOST_TURNS]
-    (found,) = engine.ask(lost[2])
+    engine, found = restarted.engine, restarted.lost
     assert found.cached == 0, "the first turn's file is gone, and the second rests on it"
-    engine.call(written)
     engine.reset()
-    assert same(engine.ask(lost[2])[0], found)
+    assert same(engine.ask(plain(LOST_TURNS[2], salt="lost"))[0], found)
+
+
+def test_a_record_of_another_version_is_a_miss(restarted: Restarted) -> None:
+    engine, found = restarted.engine, restarted.former
+    assert found.cached == 0 and restarted.foreign == 1
+    engine.reset()
+    assert same(engine.ask(FORMER)[0], found)
