@@ -73,6 +73,8 @@ class Restarted:
     """To ``FORMER``, whose record was of another version of the format."""
     foreign: int
     """Such records found."""
+    third: Answer
+    """To the third of prompts that part, two of which came before the restart."""
 
 
 def as_version(version: int, file: Path) -> None:
@@ -124,6 +126,9 @@ def restarted(
         engine.ask(plain(LOST_TURNS[1], salt="lost"))
         engine.call(written)
         base.unlink()
+        for fork in FORKS[:2]:
+            engine.ask(plain(fork, salt="kept"))
+        engine.call(written)
         others = set(folder.rglob("*.hypic"))
         engine.ask(FORMER)
         engine.call(written)
@@ -133,9 +138,10 @@ def restarted(
         (turn,), found = engine.ask(plain(LOST_TURNS[2], salt="lost")), engine.call(foreign)
         (again,) = engine.ask(FORMER)
         found = engine.call(foreign) - found
+        (third,) = engine.ask(plain(FORKS[2], salt="kept"))
         assert engine.call(written)
         assert version_of(former) == VERSION, "it is stored anew"
-        yield Restarted(engine, sizes, answers, turn, again, found)
+        yield Restarted(engine, sizes, answers, turn, again, found, third)
         assert engine.call(audit).clean
 
 
@@ -181,3 +187,10 @@ def test_a_record_of_another_version_is_a_miss(restarted: Restarted) -> None:
     assert found.cached == 0 and restarted.foreign == 1
     engine.reset()
     assert same(engine.ask(FORMER)[0], found)
+
+
+def test_where_two_have_parted_is_stored_for_the_third(restarted: Restarted) -> None:
+    engine, found = restarted.engine, restarted.third
+    assert found.cached == 70 // PAGE * PAGE, "nobody had gone on from there"
+    engine.reset()
+    assert same([engine.ask(plain(fork, salt="kept"))[0] for fork in FORKS[:3]][2], found)

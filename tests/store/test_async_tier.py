@@ -12,6 +12,7 @@ import pytest
 
 from vllm_hypic.store.async_tier import AsyncTier, Item
 from vllm_hypic.store.cache_value import CacheValue
+from vllm_hypic.store.protocol import ObjectName
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tasks import Future
 from vllm_hypic.store.tiers.base import TierError
@@ -62,6 +63,18 @@ def test_it_knows_what_will_be_there(clock: ManualClock) -> None:
 def test_a_tier_that_cannot_tell_holds_nothing_for_certain(clock: ManualClock) -> None:
     tier = opened(AwkwardTier(tells=False), clock)
     assert tier.may_hold(name(1)) and not tier.holds(name(1))
+
+
+def test_a_tier_that_fails_to_tell_holds_nothing(clock: ManualClock) -> None:
+    class FailingTier(AwkwardTier):
+        def may_hold(self, asked: ObjectName) -> bool:
+            if asked == name(1):
+                raise RuntimeError("no index")
+            return True
+
+    tier = opened(FailingTier(), clock)
+    assert tier.may_hold(name(2)) and tier.stats.errors == 0
+    assert not tier.may_hold(name(1)) and tier.stats.errors == 1
 
 
 def test_counters_of_a_tier_are_reported(clock: ManualClock) -> None:

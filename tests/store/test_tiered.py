@@ -298,6 +298,8 @@ def test_a_reader_that_raises_ends_its_fetch(opened: Opener, caplog: pytest.LogC
     assert store.prefetch(name(1), SIZE, reader)
     assert only_report(store).tier is None
     assert "reader's fault" in caplog.text and name(1) in tier.objects
+    (stats,) = store.stats().tiers.values()
+    assert stats.errors == 1
 
 
 # -- the end

@@ -173,6 +173,7 @@ class AsyncTier:
             return self.tier.may_hold(name)
         except Exception:
             logger.exception("tier %s: may_hold must not fail", self.name)
+            self.stats.errors += 1
             return False
 
     def holds(self, name: ObjectName) -> bool:

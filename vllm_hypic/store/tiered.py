@@ -240,6 +240,7 @@ class TieredStore:
                 continue
             verdict = await io.follow(partial(fetch.read, data))
             if verdict is None:
+                source.stats.errors += 1
                 break
             if verdict is Verdict.TAKEN:
                 source.stats.hits += 1

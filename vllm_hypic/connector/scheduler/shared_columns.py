@@ -4,14 +4,14 @@ conversation   record of turn 1: whole       that of turn 2: its own columns, on
 checkpoint     states alone, on the record that it was made with, or that was resumed from it
 
 Records of segments are always stored whole: users pin and delete them one by one.  Of checkpoints those go to
-the store that somebody is likely to ask for: the last of a segment, which may grow, and where somebody has
-parted from a record.  The scheduler's thread only.
+the store that somebody is likely to ask for: the last of a segment, which may grow, where somebody has parted
+from a record, and those that a prefix keeps, where somebody is expected to.  The scheduler's thread only.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,7 +79,9 @@ class SharedColumns:
         """The record is here, the last of it computed behind ``base``."""
         begins = entry.begins
         serials = {begins.serial} if begins is not None else set()
-        if base is not None and not segment.is_prefix:
+        if segment.is_prefix:
+            serials |= {kept.serial for kept in self._kept(segment, entry)}
+        elif base is not None:
             serials.add(base.serial)
         if entry.forgotten:
             return
@@ -122,6 +124,13 @@ class SharedColumns:
                 self._plan(entry.key, rests_on)
                 place = replace(place, base=StoredBase(rests_on, entry.columns))
             self._orders.submit(SaveRecord(place))
+
+    def _kept(self, segment: CachedSegment, entry: Entry) -> Iterator[Entry]:
+        """Checkpoints that a prefix was made with: where others are known to part."""
+        for checkpoint in segment.checkpoints:
+            kept = self._directory.checkpoint_at(checkpoint.key)
+            if kept is not None and kept.is_checkpoint and entry.key in kept.within:
+                yield kept
 
     def _is_wanted(self, entry: Entry) -> bool:
         there = entry.resident and not entry.forgotten
