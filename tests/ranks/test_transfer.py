@@ -50,7 +50,9 @@ def test_records_of_two_ranks_are_sent_and_received() -> None:
             alone = completion(combine.url, {**body, "cache_salt": "of its own"})
             assert reply.tokens == alone.tokens
             ended = before.get(REQUESTS, 0) + 2
-            after = combine.wait_for_metrics(lambda m, n=ended: m.get(REQUESTS, 0) >= n and not m[PINNED], 120)
+            after = combine.wait_for_metrics(
+                lambda m, n=ended: m.get(REQUESTS, 0) >= n and not m[PINNED], 120
+            )
             if after[LANDED] - before.get(LANDED, 0) == len(LENGTHS):
                 break
         else:
