@@ -105,8 +105,10 @@ class Turns:
         """No tenant is above its share, and who computes a record is as urgent as all who wait for it."""
         owners = {n: c.own for n, c in self._admission.requests.items() if c.own is not None}
         for tenant in {*self._engine.tenants.values()}:
-            # Pages that two of its records have count twice; what a prefix is resumed from does not.
-            bases = {own.base for own in owners.values() if own.base is not None}
+            # Pages that two of its records have count twice; what a prefix is resumed from, or was given
+            # its places beside and will be resumed from, does not.
+            reserved = [entry.base for entry in self._side.directory._by_serial.values()]
+            bases = {b for b in (*reserved, *(own.base for own in owners.values())) if b is not None}
             held = self.held(tenant) - sum(
                 (b.space for b in bases if b.counted and self._engine.tenants[b.key] == tenant), Space()
             )
