@@ -9,7 +9,7 @@ import pytest
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler import continuations, placement
-from vllm_hypic.connector.scheduler.continuations import LEAST_ANSWERS, Continuations
+from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, Continuations
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
@@ -21,6 +21,7 @@ from vllm_hypic.primitives.tokens import PrimitiveIds
 from .simulated_worker import PAGE
 from .vocabulary import geometry
 
+SLOTS = 8
 PROMPT = tuple(range(1000, 1000 + 3 * PAGE + 3))
 ANSWER = tuple(range(2000, 2000 + 4 * PAGE))
 
@@ -29,7 +30,7 @@ class Side:
     """An engine's scheduler side, without the engine.  Requests have ordinary prompts and run alone."""
 
     def __init__(
-        self, pages: int = 64, slots: int = 8, flops: Callable[[int], float] = float, **more: Any
+        self, pages: int = 64, slots: int = SLOTS, flops: Callable[[int], float] = float, **more: Any
     ) -> None:
         options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE} | more
         ids = PrimitiveIds(sep=1, pdep=2, pad=3)
@@ -185,15 +186,25 @@ def test_a_prompts_end_leaves_first_unless_it_is_asked_again() -> None:
 
 def test_answers_that_nobody_goes_on_from_are_not_kept(side: Side) -> None:
     """And are again, once somebody would have."""
-    for i in range(LEAST_ANSWERS):
+    for i in range(LEAST_ENDS + SLOTS):
+        assert side.side.answers._continuations.likely or i > LEAST_ENDS
         side.ask(f"{i}", (i, *PROMPT), ANSWER)
-    assert not side.side.answers._continuations.likely
+    assert not side.side.answers._continuations.likely, "so many have left the pool"
     side.ask("once", (99, *PROMPT), ANSWER)
     assert not side.has((99, *PROMPT, *ANSWER)[: 6 * PAGE])
-    for i in range(LEAST_ANSWERS):
+    for i in range(LEAST_ENDS):
         side.ask(f"more {i}", (i, *PROMPT, *ANSWER, *PROMPT), ANSWER)
     side.ask("twice", (98, *PROMPT), ANSWER)
     assert side.has((98, *PROMPT, *ANSWER)[: 7 * PAGE])
+
+
+def test_answers_are_kept_while_their_like_are_in_the_pool() -> None:
+    """Nobody has come back from what was asked lately: that says nothing yet."""
+    count = 2 * LEAST_ENDS
+    side = Side(pages=8 * count, slots=2 * count)
+    for i in range(count):
+        side.ask(f"{i}", (i, *PROMPT), ANSWER)
+    assert side.has((count - 1, *PROMPT, *ANSWER)[: 7 * PAGE])
 
 
 def test_what_grows_counts_to_its_tenants_share() -> None:
@@ -230,7 +241,7 @@ def test_who_waits_in_its_share_is_given_what_grows_of_it_alone() -> None:
 def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for, all of which leave checkpoints, and grow until somebody waits."""
     monkeypatch.setattr(placement, "APART_TOKENS", 2 * PAGE)
-    monkeypatch.setattr(continuations, "LEAST_ANSWERS", 1000)
+    monkeypatch.setattr(continuations, "LEAST_ENDS", 1000)
     for options, tenants in (({}, ("",)), ({"max_tenant_fraction": 0.5}, ("a", "b"))):
         side = Side(pages=40, slots=10, **options)
         prompts = {f"{i}": tuple(range(1000 * i, 1000 * i + 8 * PAGE + 3)) for i in range(10, 50)}
@@ -264,7 +275,7 @@ def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> N
     side = Side(slots=6)
     side.side.answers._on = False
     prompt = PROMPT[: 3 * PAGE]
-    for i in range(LEAST_ANSWERS + 5):
+    for i in range(LEAST_ENDS + SLOTS):
         tail = range(5000 + 100 * i, 5000 + 100 * i + PAGE)
         side.ask(f"{i}", (*prompt, *tail, 1), ())
         prompt = (*prompt, *tail) if grow else prompt
@@ -274,8 +285,15 @@ def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> N
     assert side.has(prompt) is not grow
 
 
-def test_few_are_remembered() -> None:
-    counted = Continuations()
+@pytest.mark.parametrize("full", [False, True])
+def test_few_are_remembered(side: Side, full: bool) -> None:
+    """Of those that still may be gone on from, and of the others."""
+    side.ask("a", PROMPT, ANSWER)
+    directory = side.side.directory
+    counted, held = Continuations(directory), len(directory)
     for i in range(20_000):
+        directory.evictions += full
         counted.ended(SegmentKey(f"{i}"))
-    assert len(counted._open) <= 10_000
+        assert counted.likely is (not full or i < LEAST_ENDS + held - 1)
+    assert len(counted._open) <= 10_000 and len(counted._unused) <= 10_000
+    assert len(counted._open) + len(counted._unused) >= 10_000

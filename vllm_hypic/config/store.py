@@ -163,6 +163,13 @@ def _tier(given: object) -> TierConfig:
     return adapter(made).validate_python(checked(made, values, f"the {kind} tier needs it"))
 
 
+def _room(tier: TierConfig) -> int:
+    match tier:
+        case MemoryConfig(bytes=room) | DiskConfig(bytes=room) | LMCacheConfig(l1_bytes=room):
+            return room
+    return 0
+
+
 def _listed(tiers: object) -> tuple[object, ...]:
     if isinstance(tiers, str) or not isinstance(tiers, Sequence):
         raise expected("a list of objects, fastest tier first")
@@ -197,6 +204,11 @@ class StoreConfig(ConfigSection):
     """Records expire so many seconds after they were written; ``None``: never."""
     close_s: Seconds = 5.0
     """When the engine ends, what is queued is written for so many seconds."""
+
+    @property
+    def tier_bytes(self) -> int:
+        """What the largest tier holds, of those whose size is known here."""
+        return max(map(_room, self.tiers), default=0)
 
     def __post_init__(self) -> None:
         names = [tier.name for tier in self.tiers]

@@ -72,7 +72,7 @@ class Answers:
         self._given_up: list[str] = []
         self._most: dict[str, int] = {}
         """Tokens that requests generate at most."""
-        self._continuations = Continuations()
+        self._continuations = Continuations(directory)
 
     def expect(self, request_id: str, most: int) -> None:
         """A request generates so many tokens at most."""

@@ -1,4 +1,9 @@
-"""Whether prompts go on from where others ended: a conversation does, what is asked once does not."""
+"""Whether prompts go on from where others ended: a conversation does, what is asked once does not.
+
+Who goes on may take his time: an end that nobody has gone on from yet says nothing while its record would
+be in the pool or a tier.  It counts against once so many others have left that it would have, too, until
+somebody goes on from it after all.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +11,60 @@ from collections import OrderedDict
 
 from ...primitives.keys import SegmentKey
 from ...primitives.plan import CachedSegment
+from .growing import GrowingDirectory
 
 REMEMBERED = 10_000
-"""Answers of which it is known that none has gone on from them yet."""
-LEAST_ANSWERS = 20
-"""Before so many have ended all are kept."""
+"""Ends that nobody has gone on from, before they count and afterwards."""
+LEAST_ENDS = 20
+"""Before so many have counted all are kept."""
 LEAST_SHARE = 0.25
-"""The share of the answers that ended lately which prompts must have gone on from, so that more are kept."""
+"""The share of those that counted lately which prompts must have gone on from, so that more are kept."""
 DECAY = 0.98
-"""What an answer counts less for each that ends later."""
+"""What an end counts less for each that counts later."""
 
 
 class Continuations:
-    """Counts answers, or prompts, kept or not, and how many of them were gone on from."""
+    """Counts ends of answers, or of prompts, kept in the directory or not, and how many of them were gone on
+    from."""
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[SegmentKey, None] = OrderedDict()
+    def __init__(self, directory: GrowingDirectory) -> None:
+        self._directory = directory
+        self._open: OrderedDict[SegmentKey, int] = OrderedDict()
+        """With how many evictions each counts."""
+        self._unused: OrderedDict[SegmentKey, None] = OrderedDict()
+        """Those that counted against."""
         self._ended = self._used = 0.0
-        self._total = 0
+        self._counted = 0
 
     def ended(self, key: SegmentKey) -> None:
         """What ended would be the record ``key``."""
-        self._total += 1
-        self._ended, self._used = 1 + DECAY * self._ended, DECAY * self._used
-        self._open[key] = None
-        if len(self._open) > REMEMBERED:
-            self._open.popitem(last=False)
+        self._open.pop(key, None)
+        self._open[key] = self._directory.leaves_at()
+        _bound(self._open)
 
     def asked(self, segment: CachedSegment) -> None:
         """A prompt has this prefix."""
         for key in (*(c.key for c in segment.checkpoints), segment.key):
-            if key in self._open:
-                del self._open[key]
+            if self._open.pop(key, None) is not None:
+                self._count(1)
+            elif key in self._unused:
+                del self._unused[key]
                 self._used += 1
 
     @property
     def likely(self) -> bool:
         """Whether the end of one is worth its place."""
-        return self._total < LEAST_ANSWERS or self._used >= LEAST_SHARE * self._ended
+        while self._open and next(iter(self._open.values())) <= self._directory.evictions:
+            self._unused[self._open.popitem(last=False)[0]] = None
+            self._count(0)
+        _bound(self._unused)
+        return self._counted < LEAST_ENDS or self._used >= LEAST_SHARE * self._ended
+
+    def _count(self, used: int) -> None:
+        self._counted += 1
+        self._ended, self._used = 1 + DECAY * self._ended, used + DECAY * self._used
+
+
+def _bound(keys: OrderedDict[SegmentKey, int] | OrderedDict[SegmentKey, None]) -> None:
+    if len(keys) > REMEMBERED:
+        keys.popitem(last=False)

@@ -55,6 +55,7 @@ class SegmentDirectory:
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
         self.evictions = 0
+        """Records that have left for others, ever."""
         self.pinned = 0
         """Records that requests use."""
 

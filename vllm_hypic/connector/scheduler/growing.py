@@ -25,6 +25,8 @@ class GrowingDirectory(SegmentDirectory):
         super().__init__(*args, **kwargs)
         self._superseded: dict[SegmentKey, Entry] = {}
         """The oldest first."""
+        self._reach = 1.0
+        """Bytes of pool and tiers, over those of the pool."""
 
     @classmethod
     def of(cls, config: HypicConfig, geometry: PoolGeometry) -> GrowingDirectory:
@@ -32,7 +34,13 @@ class GrowingDirectory(SegmentDirectory):
         alpha = PREFIX_ALPHA if config.prefix == "sparse" else None
         # What is asked for must be in the pool.
         policy = make_policy(config.store.eviction, "always", alpha=alpha)
-        return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=geometry.state_pages)
+        made = cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=geometry.state_pages)
+        made._reach += config.store.tier_bytes / max(1, geometry.nbytes)
+        return made
+
+    def leaves_at(self) -> int:
+        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it."""
+        return self.evictions + int(self._reach * len(self))
 
     def begin_growth(self, record: Entry) -> Entry | None:
         """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will

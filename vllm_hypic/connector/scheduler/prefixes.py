@@ -42,7 +42,7 @@ class Prefixes:
         self._directory, self._admission, self._need, self._placement = directory, admission, need, placement
         self._complete = complete
         self._begun: dict[str, PromptPlan] = {}
-        self._ends = Continuations()
+        self._ends = Continuations(directory)
 
     def asked(self, segment: CachedSegment) -> None:
         """A prompt with this prefix has come."""

@@ -95,7 +95,7 @@ class SchedulerSide:
         stored, grown = self.shared if has_tiers else None, self.planner.need_grown
         self.answers = Answers(self.directory, self.admission, grown, prefixes, stored, on=keeps_answers)
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
-        self.counters = HypicCounters()
+        self.counters, self._evictions = HypicCounters(), 0
         self._held: set[str] = set()
         self._ended_early = False
         """A request has been given up since the last :meth:`take_unwanted`."""
@@ -484,7 +484,8 @@ class SchedulerSide:
         """Counters since the last call, with the pool's present state."""
         counters, self.counters = self.counters, HypicCounters()
         directory = self.directory
-        counters.evictions, directory.evictions = directory.evictions, 0
+        counters.evictions = directory.evictions - self._evictions
+        self._evictions = directory.evictions
         counters.pool_bytes_used = self.geometry.bytes_of(directory.used)
         counters.pool_bytes_capacity = self.geometry.nbytes
         counters.records = len(directory)
