@@ -9,7 +9,7 @@ import pytest
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler import continuations, placement
-from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, Continuations
+from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, REMEMBERED, Continuations
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
@@ -291,9 +291,10 @@ def test_few_are_remembered(side: Side, full: bool) -> None:
     side.ask("a", PROMPT, ANSWER)
     directory = side.side.directory
     counted, held = Continuations(directory), len(directory)
-    for i in range(20_000):
+    until = LEAST_ENDS + (held if full else REMEMBERED)
+    for i in range(25_000):
         directory.evictions += full
         counted.ended(SegmentKey(f"{i}"))
-        assert counted.likely is (not full or i < LEAST_ENDS + held - 1)
-    assert len(counted._open) <= 10_000 and len(counted._unused) <= 10_000
-    assert len(counted._open) + len(counted._unused) >= 10_000
+        assert counted.likely is (i + 1 < until)
+    assert len(counted._open) <= REMEMBERED and len(counted._unused) <= REMEMBERED
+    assert len(counted._open) + len(counted._unused) >= REMEMBERED

@@ -14,7 +14,8 @@ from ...primitives.plan import CachedSegment
 from .growing import GrowingDirectory
 
 REMEMBERED = 10_000
-"""Ends that nobody has gone on from, before they count and afterwards."""
+"""Ends of which it is known that nobody has gone on from them.  One more that has not counted yet does so:
+room without end would teach nothing."""
 LEAST_ENDS = 20
 """Before so many have counted all are kept."""
 LEAST_SHARE = 0.25
@@ -40,7 +41,8 @@ class Continuations:
         """What ended would be the record ``key``."""
         self._open.pop(key, None)
         self._open[key] = self._directory.leaves_at()
-        _bound(self._open)
+        if len(self._open) > REMEMBERED:
+            self._count_unused()
 
     def asked(self, segment: CachedSegment) -> None:
         """A prompt has this prefix."""
@@ -55,16 +57,16 @@ class Continuations:
     def likely(self) -> bool:
         """Whether the end of one is worth its place."""
         while self._open and next(iter(self._open.values())) <= self._directory.evictions:
-            self._unused[self._open.popitem(last=False)[0]] = None
-            self._count(0)
-        _bound(self._unused)
+            self._count_unused()
         return self._counted < LEAST_ENDS or self._used >= LEAST_SHARE * self._ended
+
+    def _count_unused(self) -> None:
+        key, _ = self._open.popitem(last=False)
+        self._unused[key] = None
+        if len(self._unused) > REMEMBERED:
+            self._unused.popitem(last=False)
+        self._count(0)
 
     def _count(self, used: int) -> None:
         self._counted += 1
         self._ended, self._used = 1 + DECAY * self._ended, used + DECAY * self._used
-
-
-def _bound(keys: OrderedDict[SegmentKey, int] | OrderedDict[SegmentKey, None]) -> None:
-    if len(keys) > REMEMBERED:
-        keys.popitem(last=False)
