@@ -188,7 +188,9 @@ def test_who_leaves_leaves_nothing(tight: Engine) -> None:
         assert counts.get("stream prefill"), counts
         assert tight.call(audit).clean
     tight.reset()
-    assert same(tight.ask(asks[1])[0], wanted)
+    (found,) = tight.ask(asks[1])
+    # Later tokens may round otherwise: one that ends a page is captured only where answers are kept by now.
+    assert found.cached == wanted.cached == 0 and distance(found, wanted) <= MAX_FLOOR
 
 
 def test_what_was_captured_on_the_way_goes_to_tiers(start_engine: EngineFactory, hybrid_model: Path) -> None:
