@@ -92,7 +92,8 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
 def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
     """What stock vLLM must be told of latent attention on CPUs: with AMX it takes kernels that know bfloat16
-    alone, whatever the dtype; for the others it switches the prefix cache off, too late for a hybrid."""
+    alone, whatever the dtype; for the others, and without AMX, it switches the prefix cache off, too late for
+    a hybrid."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -100,7 +101,7 @@ def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
     if not current_platform.is_cpu():
         return {}
     model = EngineArgs(**arguments).create_model_config()
-    if not model.use_mla or model.dtype == torch.bfloat16:
+    if not model.use_mla or (model.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return {}
     return {"attention_backend": "CPU_MLA", "enable_prefix_caching": False}
 
