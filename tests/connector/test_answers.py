@@ -10,7 +10,8 @@ import pytest
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler import continuations, placement
 from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, REMEMBERED, Continuations
-from vllm_hypic.connector.scheduler.entries import Lookup
+from vllm_hypic.connector.scheduler.entries import Lookup, Need
+from vllm_hypic.connector.scheduler.growing import GrowingDirectory
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan, Space
@@ -205,6 +206,20 @@ def test_answers_are_kept_while_their_like_are_in_the_pool() -> None:
     for i in range(count):
         side.ask(f"{i}", (i, *PROMPT), ANSWER)
     assert side.has((count - 1, *PROMPT, *ANSWER)[: 7 * PAGE])
+
+
+def test_an_end_counts_once_it_would_have_left_the_tiers_too() -> None:
+    """Of those whose size is known the largest: every tier has what is written."""
+    size = geometry(64, SLOTS).nbytes
+    tiers = [{"type": "memory", "bytes": size}, {"type": "disk", "path": "/nowhere", "bytes": 2 * size}]
+    tiers.append({"type": "redis", "url": "redis://nowhere"})
+    for given, times in (([], 1), (tiers, 3), (tiers[2:], 1)):
+        side = Side()
+        directory = GrowingDirectory.of(
+            HypicConfig.from_mapping({"store": {"tiers": given}}), side.side.geometry
+        )
+        entries = directory.acquire({SegmentKey("a"): Need(PAGE), SegmentKey("b"): Need(PAGE)})
+        assert entries is not None and directory.leaves_at() == 2 * times
 
 
 def test_what_grows_counts_to_its_tenants_share() -> None:

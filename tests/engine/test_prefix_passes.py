@@ -189,7 +189,8 @@ def test_who_leaves_leaves_nothing(tight: Engine) -> None:
         assert tight.call(audit).clean
     tight.reset()
     (found,) = tight.ask(asks[1])
-    # Later tokens may round otherwise: one that ends a page is captured only where answers are kept by now.
+    # The first token alone: on CPUs without AMX logprobs of later ones differ, as one that ends a page is run
+    # by other operators where answers are kept.
     assert found.cached == wanted.cached == 0 and distance(found, wanted) <= MAX_FLOOR
 
 

@@ -45,7 +45,7 @@ class StatePages:
         self._of = torch.zeros(geometry.slots, geometry.state_pages, dtype=torch.int64)
 
     def parts_of(self, layer: str) -> list[PagedPart]:
-        """Those of this layer, in the order of its geometry's parts."""
+        """The layer's parts, in the order of its geometry's parts."""
         return self._parts[layer]
 
     def take(self, slots: Mapping[int, Sequence[int]]) -> None:

@@ -92,7 +92,7 @@ class Comparison:
             candidate.replay.answer(plain, cut, prompt.salt)
 
     def candidates(self) -> list[Candidate]:
-        """Those that the prompts tell from each other; who reused most comes first."""
+        """Candidates that the prompts tell from each other; who reused most comes first."""
         shown = [self._stock]
         if self.with_separators:
             shown.append(self._off)

@@ -130,7 +130,7 @@ def _replay(log: BinaryIO, front_end: FrontEnd, comparison: Comparison) -> int:
 
 
 def _lines(log: BinaryIO) -> Iterator[bytes]:
-    """With a progress bar where somebody sees it, and the log's length is known."""
+    """Lines of the log, with a progress bar where somebody sees it, and the log's length is known."""
     with ExitStack() as stack:
         if sys.stderr.isatty() and log.seekable():
             size = os.fstat(log.fileno()).st_size

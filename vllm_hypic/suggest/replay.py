@@ -71,9 +71,9 @@ class Replay:
     linking: Linking
     caches: PrefixCaches
     tokens: int = 0
-    """Of all prompts."""
+    """Tokens of all prompts."""
     reused: int = 0
-    """Of them those read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
+    """Tokens of prompts that were read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
     segment_tokens: int = 0
     """Of them those in segments, the leading ones left out."""
     record_tokens: int = 0

@@ -1,6 +1,6 @@
 """Whether prompts go on from where others ended: a conversation does, what is asked once does not.
 
-Who goes on may take his time: an end that nobody has gone on from yet says nothing while its record would
+Who goes on may take a while: an end that nobody has gone on from yet says nothing while its record would
 be in the pool or a tier.  It counts against once so many others have left that it would have, too, until
 somebody goes on from it after all.
 """
@@ -31,9 +31,9 @@ class Continuations:
     def __init__(self, directory: GrowingDirectory) -> None:
         self._directory = directory
         self._open: OrderedDict[SegmentKey, int] = OrderedDict()
-        """With how many evictions each counts."""
+        """Ends that nobody has gone on from, by key; the evictions at which each counts against."""
         self._unused: OrderedDict[SegmentKey, None] = OrderedDict()
-        """Those that counted against."""
+        """Ends that counted against, by key, the oldest first."""
         self._ended = self._used = 0.0
         self._counted = 0
 

@@ -21,12 +21,12 @@ states that rest on others."""
 class GrowingDirectory(SegmentDirectory):
     """The directory of an engine in which records grow.  Nobody finds one before its end."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, reach: float = 1.0, **kwargs: Any) -> None:
+        """``reach``: bytes of the pool and of tiers behind it, over those of the pool."""
         super().__init__(*args, **kwargs)
+        self._reach = reach
         self._superseded: dict[SegmentKey, Entry] = {}
         """The oldest first."""
-        self._reach = 1.0
-        """Bytes of pool and tiers, over those of the pool."""
 
     @classmethod
     def of(cls, config: HypicConfig, geometry: PoolGeometry) -> GrowingDirectory:
@@ -34,12 +34,13 @@ class GrowingDirectory(SegmentDirectory):
         alpha = PREFIX_ALPHA if config.prefix == "sparse" else None
         # What is asked for must be in the pool.
         policy = make_policy(config.store.eviction, "always", alpha=alpha)
-        made = cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=geometry.state_pages)
-        made._reach += config.store.tier_bytes / max(1, geometry.nbytes)
-        return made
+        reach = 1 + config.store.tier_bytes / max(1, geometry.nbytes)
+        state_pages = geometry.state_pages
+        return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=state_pages, reach=reach)
 
     def leaves_at(self) -> int:
-        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it."""
+        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it: too
+        few where superseded records leave, which come before their turn."""
         return self.evictions + int(self._reach * len(self))
 
     def begin_growth(self, record: Entry) -> Entry | None:

@@ -39,7 +39,7 @@ class DepthHistogram:
             self._scale = 1.0
 
     def weights(self, boundaries: int) -> Floats:
-        """Of 0 to ``boundaries``, ``[boundaries + 1]``: the latest overlap weighs 1."""
+        """Weights of the depths 0 to ``boundaries``, ``[boundaries + 1]``: the latest overlap weighs 1."""
         found = np.zeros(boundaries + 1)
         counts = self._counts[: boundaries + 1]
         found[: len(counts)] = counts
