@@ -214,10 +214,8 @@ def test_an_end_counts_once_it_would_have_left_the_tiers_too() -> None:
     tiers = [{"type": "memory", "bytes": size}, {"type": "disk", "path": "/nowhere", "bytes": 2 * size}]
     tiers.append({"type": "redis", "url": "redis://nowhere"})
     for given, times in (([], 1), (tiers, 3), (tiers[2:], 1)):
-        side = Side()
-        directory = GrowingDirectory.of(
-            HypicConfig.from_mapping({"store": {"tiers": given}}), side.side.geometry
-        )
+        config = HypicConfig.from_mapping({"store": {"tiers": given}})
+        directory = GrowingDirectory.of(config, geometry(64, SLOTS))
         entries = directory.acquire({SegmentKey("a"): Need(PAGE), SegmentKey("b"): Need(PAGE)})
         assert entries is not None and directory.leaves_at() == 2 * times
 

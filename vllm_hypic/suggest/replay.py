@@ -73,7 +73,7 @@ class Replay:
     tokens: int = 0
     """Tokens of all prompts."""
     reused: int = 0
-    """Tokens of prompts that were read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
+    """Prompt tokens read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
     segment_tokens: int = 0
     """Of them those in segments, the leading ones left out."""
     record_tokens: int = 0

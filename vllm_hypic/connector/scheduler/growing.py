@@ -39,8 +39,8 @@ class GrowingDirectory(SegmentDirectory):
         return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=state_pages, reach=reach)
 
     def leaves_at(self) -> int:
-        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it: too
-        few where superseded records leave, which come before their turn."""
+        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it.
+        Too few where superseded records leave, which come before their turn."""
         return self.evictions + int(self._reach * len(self))
 
     def begin_growth(self, record: Entry) -> Entry | None:
