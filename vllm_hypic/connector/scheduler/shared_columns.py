@@ -51,6 +51,8 @@ class SharedColumns:
     ) -> None:
         self._directory, self._view, self._orders = directory, view, orders
         self._has_columns, self._prefill_flops = bool(geometry.attention), prefill_flops
+        self._state_tokens = geometry.slot_bytes * geometry.page_tokens / max(1, geometry.page_bytes)
+        """Tokens whose K and V take as much as the states of a record."""
         self._rest_on: OrderedDict[SegmentKey, tuple[SegmentKey, ...] | None] = OrderedDict()
         """Records that the store was given, and those that they rest on; ``None``: it had them."""
         self._planned: OrderedDict[SegmentKey, tuple[SegmentKey, ...]] = OrderedDict()
@@ -69,7 +71,9 @@ class SharedColumns:
         known = {key: self._rest_on.get(key) for key in begins.keys}
         chains = [(key, *behind) for key, behind in known.items() if behind is not None]
         rests_on = min(chains, key=len, default=())
-        if not 0 < len(rests_on) <= MOST_BASES or entry.key in rests_on:
+        # Who reads it reads the states of those, too, for nothing.
+        saves = begins.columns > len(rests_on) * self._state_tokens
+        if not (0 < len(rests_on) <= MOST_BASES and saves) or entry.key in rests_on:
             return place
         self._plan(entry.key, rests_on)
         flops = self._prefill_flops(segment.head + begins.columns)
