@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +184,30 @@ def test_what_was_cached_is_cached(restarted: Restarted) -> None:
     assert all(same(*pair) for pair in zip(found, never_restarted, strict=True))
 
 
-def test_a_conversation_is_stored_once(restarted: Restarted) -> None:
-    """A turn without the columns of the turn before."""
+def weight(restarted: Restarted) -> tuple[float, float]:
+    """Bytes of a turn's record that do not grow with its tokens, and so many as a token takes."""
     first, second, *_ = restarted.sizes
     own, grown = pages(TURNS[0]), pages(TURNS[1]) - pages(TURNS[0])
     states = (first * grown - second * own) / (grown - own)
-    """Bytes that do not grow with the tokens."""
+    return states, (first - states) / own
+
+
+def test_a_conversation_is_stored_once(restarted: Restarted) -> None:
+    """A turn without the columns of the turn before."""
+    (states, _), (first, second, *_) = weight(restarted), restarted.sizes
     assert 0 <= states < 0.5 * first and second < first, restarted.sizes
+
+
+def test_what_shares_less_than_states_weigh_is_stored_whole(restarted: Restarted) -> None:
+    """Who fetches it reads no states but its own."""
+    engine, longer = restarted.engine, SYSTEM + PARTS[3]
+    sizes = [engine.call(written)]
+    for tokens, salt in ((SYSTEM, "grows"), (longer, "grows"), (longer, "whole")):
+        engine.ask(plain(tokens, salt=salt))
+        sizes.append(engine.call(written))
+    _, grown, whole = (after - before for before, after in pairwise(sizes))
+    states, token = weight(restarted)
+    assert (grown == whole) == (states > pages(SYSTEM) * token), (grown, whole)
 
 
 def test_without_what_it_rests_on_a_record_is_computed(restarted: Restarted) -> None:

@@ -167,9 +167,8 @@ def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
             times = token_s[output.request_id]
             times += [now] * (len(output.outputs[0].token_ids) - len(times))
             last[output.request_id] = output
-    # As a server's engine: it tells its workers what has ended, and has kept records stored.
-    while scheduler_of(llm).has_requests():
-        llm.llm_engine.step()
+    if scheduler_of(llm).has_finished_requests():
+        llm.llm_engine.step()  # As a server's engine does: workers are told, and store what is kept.
     return [_answer(last[i], token_s[i], ask) for i, ask in zip(ids, asks, strict=True)]
 
 
