@@ -60,11 +60,11 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     (job,) = on.pump()
     assert job.token_ids == DOCUMENTS[1]
     (place,) = awaited(step(on))
-    assert place.key == first and awaited(step(on)) == [] and on.awaits_others
+    assert place.key == first and awaited(step(on)) == [] and on.awaits_records
     on.finished(job.request_id, completed=True)
     assert not on.ready("r")
     say(on, taken=(place.serial,))
-    assert on.ready("r") and not on.awaits_others and on.pump() == []
+    assert on.ready("r") and not on.awaits_records and on.pump() == []
     assert on.hit_tokens("r") == 40, "what another instance computed was not computed here"
     counters = on.take_counters()
     assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
@@ -77,13 +77,13 @@ def test_nobody_pauses_before_what_came_was_looked_at() -> None:
     admit(on, "r", 0, 1, hypic_remote=[0, 1])
     assert on.pump() == []
     first, second = awaited(step(on))
-    assert on.awaits_others
+    assert on.awaits_records
     say(on, missed=(first.serial,))
-    assert not on.awaits_others, "a record is to be computed"
+    assert not on.awaits_records, "a record is to be computed"
     (job,) = on.pump()
-    assert on.awaits_others and job.token_ids == DOCUMENTS[0]
+    assert on.awaits_records and job.token_ids == DOCUMENTS[0]
     say(on, taken=(second.serial,))
-    assert not on.awaits_others
+    assert not on.awaits_records
 
 
 def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     orders = step(on)
     (one,), (other,) = fetched(orders), awaited(orders)
     assert one.key == first and other.key == second
-    assert not on.awaits_others, "no pauses while the store is at work"
+    assert on.awaits_records
     say(on, taken=(one.serial, other.serial))
     assert on.ready("r") and on.hit_tokens("r") == 80
     counters = on.take_counters()
@@ -208,9 +208,8 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     (key,) = admit(on, "r", 0, hypic_remote=[0])
     on.pump()
     (place,) = awaited(step(on))
-    assert on.awaits_others
     on.absorb(WorkerReport(at_store={place.serial}))
-    assert not on.awaits_others, "no pauses while the store is at work"
+    assert on.awaits_records
     say(on, taken=(place.serial,))
     assert on.ready("r") and on.retention.record_state(key).stored
     counters = on.take_counters()

@@ -1,7 +1,8 @@
-"""Pauses of an engine that only waits for records of other instances.
+"""Pauses of an engine that only waits for records, of other instances or from the store.
 
 vLLM steps such an engine again and again: a step takes 1 to 2 ms, and its statistics as much again in the API
-server.  Without pauses that would take the core from those who compute the records, on the same machine.
+server.  Without pauses that would take the core from those who compute the records, on the same machine, and
+the interpreter's lock from the store's threads.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ class _HypicMixin(Scheduler):
         return finished
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        if self._ran or not self.hypic.awaits_others:
+        if self._ran or not self.hypic.awaits_records:
             self._idle_wait.reset()
         else:
             self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter and not self._has_others)

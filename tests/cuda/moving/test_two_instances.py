@@ -160,7 +160,7 @@ def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> No
     assert (sent.segments_computed, sent.segments_pushed, sent.segments_unpushed) == (2, 2, 0)
     assert (got.segments_computed, got.segments_unlanded) == (0, 0)
     assert (got.segments_landed, got.segments_loaded) == ((2, 0) if direct else (0, 2))
-    assert there.side.hit_tokens(asked) > 0 and not there.side.awaits_others
+    assert there.side.hit_tokens(asked) > 0 and not there.side.awaits_records
 
 
 def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:

@@ -121,11 +121,6 @@ class Arrivals:
         """Records that other instances are to send."""
         return {arrival.key for arrival in self._arrivals.values() if arrival.remote}
 
-    @property
-    def all_sent(self) -> bool:
-        """Whether records are on their way from other instances, and none from the store."""
-        return bool(self._arrivals) and all(arrival.sent for arrival in self._arrivals.values())
-
     def at_store(self, serial: int) -> None:
         """An awaited record is in a shared tier: the store fetches it."""
         self._arrivals[serial].at_store = True
