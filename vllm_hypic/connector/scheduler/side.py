@@ -280,7 +280,7 @@ class SchedulerSide:
     def awaits_records(self) -> bool:
         """Whether there is nothing to do but to wait for records on their way: workers copy none, and of none
         it became known since the last :meth:`pump` that it is here, or will not come."""
-        return bool(len(self.arrivals)) and not self._news and not self.worker_unfinished
+        return bool(self.arrivals) and not self._news and not self.worker_unfinished
 
     @property
     def only_arrivals_matter(self) -> bool:
