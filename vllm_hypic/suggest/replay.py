@@ -75,11 +75,11 @@ class Replay:
     reused: int = 0
     """Prompt tokens read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
     segment_tokens: int = 0
-    """Of them those in segments, the leading ones left out."""
+    """Prompt tokens in segments, the leading ones left out."""
     record_tokens: int = 0
     """Tokens that all records have K and V of."""
     pieces: list[int] = field(default_factory=list)
-    """Segments of each prompt, likewise."""
+    """Segments of each prompt, the leading ones left out."""
 
     def __post_init__(self) -> None:
         self._engine = self.caches.add()

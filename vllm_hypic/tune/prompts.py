@@ -11,7 +11,7 @@ from typing import Any
 from ..primitives.context import context_tokens
 
 PIECES, PIECE_TOKENS, QUERY_TOKENS = 4, 200, 96
-"""Of a prompt: so many pieces of so many tokens, and a query of so many that goes on with one of them."""
+"""A prompt has so many pieces of so many tokens, and a query of so many that goes on with one of them."""
 NEEDED = PIECES * PIECE_TOKENS + QUERY_TOKENS
 """Tokens of the shortest document that serves."""
 HELD_OUT = 5

@@ -71,7 +71,7 @@ class SharedColumns:
         known = {key: self._rest_on.get(key) for key in begins.keys}
         chains = [(key, *behind) for key, behind in known.items() if behind is not None]
         rests_on = min(chains, key=len, default=())
-        # Who reads it reads the states of those, too, for nothing.
+        # A fetch reads whole objects: the states of those that it rests on, too, for nothing.
         saves = begins.columns > len(rests_on) * self._state_tokens
         if not (0 < len(rests_on) <= MOST_BASES and saves) or entry.key in rests_on:
             return place
