@@ -62,7 +62,7 @@ MOVING = ask([*DOCUMENT, *VIDEO], SECOND, query=QUERY, image=[TALL], video=[vide
 @dataclass(frozen=True)
 class Model:
     """``bound``: on logprobs of the whole vocabulary, a thousandth of what a wrong position is worth in
-    float32, and elsewhere that of ``test_families``; ``steps``: answers that are compared."""
+    float32, and elsewhere that of ``families``' gated delta net; ``steps``: answers that are compared."""
 
     name: str
     kind: str

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from families.table import LIVES
 from oracle import Oracle, random_segments
 
 from vllm_hypic.pool.narrow_states import NarrowRecords
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, distance, pool_unit_bytes, prompt, run_apart, same, worker_of
-from .test_family_life import FAMILIES
 from .test_states import STOCK_FACTOR, error, prompt_states
 from .test_store import MEMORY, computed, empty_pool, stored
 
@@ -92,9 +92,9 @@ def test_composed_state_is_one_scan(engine: Engine, hybrid_model: Path, seed: in
     ["mamba2", "olmo", "kimi", "bailing", "lightning", "ring-linear", "delta-net", "retnet", "gla", "mamba1"],
 )
 def test_every_family(name: str, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
-    family = FAMILIES[name]
+    family = LIVES[name]
     run_apart(family.save, model := tmp_path / "model", log=engine_logs / "models.log")
-    args = {"dtype": "float32"} | family.args
+    args = {"dtype": "float32", **family.args.get("float32", {})}
     with start_engine(model, **args) as exact:
         expected = exact.ask_one_by_one(*ASKS)
     with start_engine(model, options=NARROW | stored(MEMORY), **args) as ours:

@@ -1,6 +1,6 @@
 """Configurations of flash-linear-attention's models: read without its package, completed, refused by name.
 
-What the models compute is held against oracles in tests/engine/test_fla.py.
+What the models compute is held against oracles in tests/families.
 """
 
 from __future__ import annotations

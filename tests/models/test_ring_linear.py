@@ -1,6 +1,6 @@
 """Ring-linear 2.0's class: what vLLM is told of it, and which configurations it refuses.
 
-What it computes is held against an oracle in tests/engine/test_lightning.py.
+What it computes is held against an oracle in tests/families.
 """
 
 from __future__ import annotations

@@ -6,25 +6,22 @@ a full recompute gives, by any link method: the same engine's ordinary request i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from oracle import random_segments
+from engine import tiny_models, tiny_vision
+from engine.conftest import EngineFactory
+from engine.engines import Engine, EngineError, metrics
 
-from . import tiny_models, tiny_vision
-from .conftest import EngineFactory
-from .engines import Ask, Engine, EngineError, metrics, prompt, run_apart
+from .contract import COMPOSED, Models, first_token, largest
 
 BOUND = 1e-4
 """On logprobs of the whole vocabulary; measured: below 1e-5, and above 0.3 with a planted fault."""
-
-LEAD, FIRST, SECOND, THIRD, QUERY = random_segments([40, 150, 70, 333, 21], vocab=480)
-COMPOSED = prompt(FIRST, SECOND, THIRD, lead=LEAD, query=QUERY)
 METHODS: list[dict[str, Any]] = [{}, {"hypic_link": "block"}, {"hypic_link": "epic-8"}]
 
 
@@ -40,79 +37,45 @@ class Rope:
     def __str__(self) -> str:
         return self.name
 
+    def saved(self, models: Models) -> Any:
+        # Qwen2VL is asked about text only.
+        seeing = self.model == "Qwen2VL"
+        save, key = (tiny_vision.save_vision, "text") if seeing else (tiny_models.save, "fields")
+        fields = {"num_hidden_layers": 1} | self.fields
+        return models(f"rope-{self.name}", partial(save, name=self.model, **{key: fields}))
+
 
 def rope(rope_type: str = "default", **fields: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0, **fields}}
 
 
+NTK: dict[str, Any] = {"factor": 3.0, "max_trained_positions": 512}
+LLAMA3: dict[str, Any] = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 512
+YARN: dict[str, Any] = {"factor": 4.0, "original_max_position_embeddings": 1024}
+"""Its table is scaled by mscale 1.14, so K is too: rotating twice would scale twice."""
 ROPES = [
     Rope("default", "Qwen3", "RotaryEmbedding", rope()),
     Rope("linear", "Llama", "LinearScalingRotaryEmbedding", rope("linear", factor=3.0)),
-    Rope(
-        "dynamic-ntk",
-        "Llama",
-        "DynamicNTKScalingRotaryEmbedding",
-        rope("dynamic", factor=3.0, max_trained_positions=512),
-    ),
-    Rope(
-        "llama3",
-        "Llama",
-        "Llama3RotaryEmbedding",
-        rope(
-            "llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=512,
-        ),
-    ),
-    # Its table is scaled by mscale 1.14, so K is too: rotating twice would scale twice.
-    Rope(
-        "yarn",
-        "Qwen3",
-        "YaRNScalingRotaryEmbedding",
-        rope("yarn", factor=4.0, original_max_position_embeddings=1024),
-    ),
+    Rope("dynamic-ntk", "Llama", "DynamicNTKScalingRotaryEmbedding", rope("dynamic", **NTK)),
+    Rope("llama3", "Llama", "Llama3RotaryEmbedding", rope("llama3", **LLAMA3)),
+    Rope("yarn", "Qwen3", "YaRNScalingRotaryEmbedding", rope("yarn", **YARN)),
     Rope("partial", "StableLm", "RotaryEmbedding", rope(partial_rotary_factor=0.25) | {"head_dim": None}),
     Rope("interleaved", "Cohere", "RotaryEmbedding", rope() | {"logit_scale": 1.0}),
     Rope("interleaved-partial", "Glm4", "RotaryEmbedding", rope(partial_rotary_factor=0.5)),
-    Rope(
-        "mrope",
-        "Qwen2VL",
-        "MRotaryEmbedding",
-        rope(mrope_section=[8, 12, 12]) | {"hidden_size": 256},
-    ),
+    Rope("mrope", "Qwen2VL", "MRotaryEmbedding", rope(mrope_section=[8, 12, 12]) | {"hidden_size": 256}),
     Rope("nope", "Granite", "NoPE", rope() | {"layer_rope_theta": [0], "attention_multiplier": 0.125}),
 ]
 
 
 @pytest.fixture(scope="module", params=ROPES, ids=str)
 def engine(
-    request: pytest.FixtureRequest,
-    module_engine: EngineFactory,
-    tmp_path_factory: pytest.TempPathFactory,
-    engine_logs: Path,
-) -> Any:
+    request: pytest.FixtureRequest, module_engine: EngineFactory, models: Models
+) -> Iterator[tuple[Engine, Rope]]:
     chosen: Rope = request.param
-    path = tmp_path_factory.mktemp(chosen.name)
-    fields = {"num_hidden_layers": 1} | chosen.fields
-    if chosen.model == "Qwen2VL":  # asked about text only
-        save: Callable[..., Path] = tiny_vision.save_vision
-    else:
-        save = tiny_models.save
-    run_apart(save, path, chosen.model, fields, log=engine_logs / "models.log")
-    with module_engine(path, dtype="float32", max_logprobs=-1, disable_log_stats=False) as started:
+    args: dict[str, Any] = {"dtype": "float32", "max_logprobs": -1, "disable_log_stats": False}
+    with module_engine(chosen.saved(models), **args) as started:
         yield started, chosen
-
-
-def first_token(engine: Engine, ask: Ask) -> torch.Tensor:
-    """Logprobs of the whole vocabulary."""
-    (answer,) = engine.ask(replace(ask, max_tokens=1, sampling={"logprobs": -1}))
-    return torch.tensor([answer.first[i] for i in range(512)])
-
-
-def largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
 
 
 # -- beside the engine -------------------------------------------------------------------------------
@@ -163,12 +126,12 @@ def unscaled(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
 # -- tests -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fast("default", "interleaved-partial", "mrope")
+@pytest.mark.fast("interleaved-partial")
 def test_composed_is_full_recompute(engine: tuple[Engine, Rope]) -> None:
     running, _ = engine
-    plain = first_token(running, Ask(COMPOSED).plain())
+    plain = first_token(running, COMPOSED.plain())
     for extra in METHODS:
-        found = largest(first_token(running, Ask(COMPOSED, extra=extra)), plain)
+        found = largest(first_token(running, replace(COMPOSED, extra=extra)), plain)
         assert found <= BOUND, f"{extra or 'hypic'}: {found:.1e}"
     assert running.call(reused) > 0, "nothing came from the pool"
 
@@ -177,7 +140,7 @@ def reused(llm: Any) -> float:
     return metrics(llm)["vllm:hypic_tokens_reused"]
 
 
-@pytest.mark.fast("default", "interleaved-partial", "mrope")
+@pytest.mark.fast("interleaved-partial")
 def test_link(engine: tuple[Engine, Rope]) -> None:
     running, chosen = engine
     ((kind, neox, shape),) = running.call(linked)
@@ -189,48 +152,38 @@ def test_link(engine: tuple[Engine, Rope]) -> None:
 
 
 @pytest.mark.parametrize("engine", [r for r in ROPES if r.kind != "NoPE"], ids=str, indirect=True)
-@pytest.mark.fast("default", "interleaved-partial", "mrope")
+@pytest.mark.fast("interleaved-partial")
 def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
     """Were K rotated by a wrong table, the bound would be broken by a factor of a thousand."""
     running, chosen = engine
-    plain = first_token(running, Ask(COMPOSED).plain())
+    plain, block = first_token(running, COMPOSED.plain()), replace(COMPOSED, extra={"hypic_link": "block"})
     faults = [one_position_late, other_style]
     if chosen.name == "yarn":
         faults.append(unscaled)
     for fault in faults:
         running.call(plant, fault)
         try:
-            found = largest(first_token(running, Ask(COMPOSED, extra={"hypic_link": "block"})), plain)
+            found = largest(first_token(running, block), plain)
         finally:
             running.call(restore)
         assert found > 1000 * BOUND, f"{fault.__name__}: {found:.1e}"
 
 
+UNTAPPED = "rotates K by a rotary embedding that the plugin cannot tap"
+LONGROPE: dict[str, Any] = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+LONGROPE |= {"original_max_position_embeddings": 2048, "partial_rotary_factor": 1.0}
+PHI3 = {"original_max_position_embeddings": 2048, "head_dim": 64, "hidden_size": 256}
 REFUSED = [
-    Rope(
-        "longrope",
-        "Phi3",
-        "rotates K by a rotary embedding that the plugin cannot tap",
-        rope(
-            "longrope",
-            short_factor=[1.0] * 32,
-            long_factor=[2.0] * 32,
-            original_max_position_embeddings=2048,
-            partial_rotary_factor=1.0,
-        )
-        | {"original_max_position_embeddings": 2048, "head_dim": 64, "hidden_size": 256},
-    ),
+    Rope("longrope", "Phi3", UNTAPPED, rope("longrope", **LONGROPE) | PHI3),
     # vLLM runs it by transformers' own code, whose rotation is not a layer of vLLM.
-    Rope("transformers", "SmolLM3", "rotates K by a rotary embedding that the plugin cannot tap"),
+    Rope("transformers", "SmolLM3", UNTAPPED),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", REFUSED, ids=str)
-@pytest.mark.fast("longrope")
-def test_refused(chosen: Rope, start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
-    fields = {"num_hidden_layers": 1} | chosen.fields
-    run_apart(tiny_models.save, tmp_path, chosen.model, fields, log=engine_logs / "models.log")
+def test_refused(chosen: Rope, start_engine: EngineFactory, models: Models) -> None:
     with pytest.raises(EngineError) as error:
-        start_engine(tmp_path)
+        start_engine(chosen.saved(models))
     assert error.value.kind == "Unsupported", error.value
     assert f"layers.0.self_attn.attn {chosen.kind}" in str(error.value)

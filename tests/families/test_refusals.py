@@ -1,0 +1,56 @@
+"""Models and arguments that are refused when a real engine starts, by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from engine import tiny_models
+from engine.conftest import EngineFactory
+from engine.engines import EngineError
+
+from vllm_hypic.harness.sizes import random_model
+
+from .contract import Models
+from .table import FAMILIES
+
+ONE_LATENT = {
+    **{"num_hidden_layers": 1, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 64, "num_key_value_heads": 4},
+}
+BLOOM = {"num_hidden_layers": 2, "n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("Bloom", BLOOM, r"h\.0\.self_attention\.attn: ALiBi"),
+        ("DeepseekV2", ONE_LATENT | {"kv_lora_rank": 256}, "latent attention with rows of 320"),
+        ("DeepseekV32", ONE_LATENT, r"sparse attention \(an indexer"),
+    ],
+    ids=["alibi", "rank", "indexer"],
+)
+def test_refused(
+    name: str, fields: dict[str, Any], says: str, start_engine: EngineFactory, models: Models
+) -> None:
+    dtype = torch.bfloat16 if name == "Bloom" else torch.float32
+    folder = models(f"refused-{name}", partial(tiny_models.save, name=name, fields=fields, dtype=dtype))
+    tokenizer = {} if name == "Bloom" else {"tokenizer_mode": "hf"}
+    with pytest.raises(EngineError, match=rf"hypic: .*{says}") as error:
+        start_engine(folder, **tokenizer)
+    assert error.value.kind in ("Unsupported", "ConfigError") or name != "Bloom"
+
+
+def test_gated_delta_layers_in_float32(start_engine: EngineFactory) -> None:
+    """Stock vLLM's own code would end the engine at the first plain request."""
+    with pytest.raises(EngineError, match=r"linear_attn: torch.float32 .* choose another --dtype"):
+        start_engine(random_model("tiny"), dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["shared-kv", "shared-kv-gemma4"])
+def test_fast_prefill_of_shared_kv(name: str, start_engine: EngineFactory, models: Models) -> None:
+    with pytest.raises(EngineError, match="--kv-sharing-fast-prefill") as error:
+        start_engine(models(name, FAMILIES[name].save), kv_sharing_fast_prefill=True)
+    assert error.value.kind == "ConfigError"
