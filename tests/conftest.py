@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from lib import unchanged
 
 from vllm_hypic.harness import pretrained
 
 # One thread a process, unless a test asks for more: a team of threads, bound to cores that somebody else is
 # busy on, takes a hundred times as long. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 # A slow machine is no fault of the code. A commit must not pass on one day and fail on the next: examples are
@@ -25,6 +30,10 @@ settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 ROOT = Path(__file__).parents[1]
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds that each file took, whole folders where one worker takes them whole: ``make durations``."""
+UNKNOWN_S = 60.0
+"""A file that nobody has timed counts as this: a new one must not be what is left at the end."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,6 +42,28 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    """Servers that tests start are forked from a process that has imported vLLM: 3 s instead of 25."""
+    with pytest.MonkeyPatch.context() as patch, suppress(ImportError):  # not on a machine without vLLM
+        from lib import forked
+
+        from vllm_hypic.harness import serving
+
+        patch.setattr(serving, "launch", forked.launch)
+        yield
+        return
+    yield
+
+
+@pytest.fixture
+def as_users_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers of this test are started by their command."""
+    from vllm_hypic.harness import processes, serving
+
+    monkeypatch.setattr(serving, "launch", processes.launch)
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +100,31 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Units(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-durations", action="store_true", help="keep what files took in durations.json")
+
+
+_took: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _took[unit(report.nodeid)] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
+        known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        known = {name: s for name, s in known.items() if (ROOT / name).exists()}
+        known |= {name: round(seconds, 1) for name, seconds in _took.items()}
+        DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what ``fast`` leaves out.  Workers begin with what takes longest: whatever holds an engine."""
+    """Marks what ``fast`` leaves out, and what has not changed.  Workers begin with the longest files."""
+    groups = unchanged.left_out()
+    for item in items:
+        if unchanged.group_of(item.nodeid) in groups:
+            item.add_marker(pytest.mark.slow)
     slow: dict[str, list[bool]] = {}
     for item in items:
         if (mark := item.get_closest_marker("fast")) and hasattr(item, "callspec"):
@@ -82,5 +136,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if len(found) > 1 and all(found):
             raise pytest.UsageError(f"{test}: no parameter has an id that its mark 'fast' names")
     if hasattr(config, "workerinput"):
-        long = {unit(item.nodeid) for item in items if item.get_closest_marker("engine")}
-        items.sort(key=lambda item: unit(item.nodeid) not in long)
+        took = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        items.sort(key=lambda item: (-took.get(unit(item.nodeid), UNKNOWN_S), unit(item.nodeid)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import schemathesis
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
+from lib import forked
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
@@ -349,11 +349,9 @@ class TestServer:
 
     def test_example(self, server):
         example = Path(__file__).parents[2] / "examples" / "cached_documents.py"
-        done = subprocess.run(
+        done = forked.run(
             [sys.executable, str(example), server.url],
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr[-3000:]

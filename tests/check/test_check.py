@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.engines import Engine
+from lib import forked
 from oracle.bailing_models import save_bailing_model
 from oracle.fla_models import save_fla_model
 
@@ -27,9 +27,7 @@ CHECK = ("-c", "from vllm_hypic.cli import main; main()", "check")
 
 
 def run(*arguments: str | Path, tool: tuple[str, ...] = CHECK) -> Any:
-    return subprocess.run(
-        [sys.executable, *tool, *map(str, arguments)], capture_output=True, text=True, timeout=600, cwd=ROOT
-    )
+    return forked.run([sys.executable, *tool, *map(str, arguments)], timeout=600, cwd=ROOT)
 
 
 def checked(*arguments: str | Path, code: int = 0) -> dict[str, Any]:

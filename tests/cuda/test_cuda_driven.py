@@ -6,23 +6,20 @@ Of our layers in ``driven/``; of what vLLM's kernels mean by their arguments in 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lib import forked
 
 
 @pytest.mark.parametrize("name", ["driven", "stock"])
 def test_on_the_cpu(name: str) -> None:
     folder = Path(__file__).parent / name
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
         timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     # Not an empty run: were nothing collected, pytest would exit with 5.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from lib import forked
 
 PROGRAM = Path(__file__).parent / "served" / "gpu_images.py"
 BOUND = 1e-4
@@ -26,7 +26,7 @@ def serve(model: str, folder: Path, *fault: str) -> Logprobs:
     """By prompt: ordinary, composed cold and warm, and cached tokens."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, str(PROGRAM), model, str(folder), *fault]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = forked.run(command, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-6000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return {name: (*map(torch.tensor, given), cached) for name, (*given, cached) in found.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib import forked
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
@@ -44,7 +44,7 @@ class Served:
 def serve(model: Path, *fault: str, program: str = "gpu_runner.py") -> Served:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, str(PROGRAMS / program), str(model), str(SEP), *fault]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    done = forked.run(command, env=environment, timeout=800)
     assert done.returncode == 0, done.stderr[-6000:]
     [line] = (line for line in done.stdout.splitlines() if line.startswith("[["))
     answers, calls, *rest = json.loads(line)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from lib import forked
 
 DRIVEN = Path(__file__).parent / "driven"
 PATHS = [
@@ -36,7 +37,7 @@ def recorded(program: str) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
     command = [sys.executable, str(DRIVEN / program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked.run(command, env=environment, timeout=300, fork=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,8 +1,8 @@
 """Real vLLM engines for tests, each in a process of its own.
 
 Replacements of vLLM's layers are registered per process, so an engine that is to be *stock* must never
-share one with the plugin's. Processes are forked from a server that has imported vLLM already: a start
-costs the engine's own 3 to 5 seconds, not the imports' 15.
+share one with the plugin's. Processes are forked from one that has imported vLLM (``lib/forked.py``): a start
+takes a second, not the imports' 15.
 
 Work is done by functions that run beside the engine: ``engine.call(function, *args)`` runs
 ``function(llm, *args)`` there. Functions must be importable (no lambdas), arguments and results picklable.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -21,27 +23,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lib import forked
+
 SEP, PDEP, PAD = 496, 497, 498
 """Ids of the primitives on models of ``oracle.models``: the tokenizer's first spare ids."""
 
 FIRST_WORD, LAST_WORD = 4, 495
 """Ordinary token ids of these models."""
 
+CACHE_BYTES = 64 << 20
+"""vLLM's own cache of one engine.  All of it is written to at the start."""
 CALL_TIMEOUT = 540.0
 LOG_TAIL = 25
 
 T = TypeVar("T")
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "vllm.entrypoints.llm",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.v1.worker.cpu_model_runner",
-        "vllm.v1.engine.llm_engine",
-        "vllm.model_executor.models.qwen3_5",
-    ]
-)
 
 
 def poison_cache() -> None:
@@ -161,6 +156,7 @@ class Engine:
             "max_num_batched_tokens": 4096,
             "enable_prefix_caching": True,
             "seed": 0,
+            "kv_cache_memory_bytes": CACHE_BYTES,
         }
         if hypic:
             # A start with default sizes: about thirty records of the tiny models.
@@ -177,9 +173,7 @@ class Engine:
         args |= engine_args
         environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
-            # The sampler's count of better tokens is compiled for every new shape: seconds each.
             "TORCHDYNAMO_DISABLE": "1",
             # One unbound thread: these models gain nothing from more, and threads bound to cores that
             # something else uses wait for each other.
@@ -381,8 +375,12 @@ def _start(
     global _engine
     os.environ.update(environment)
     import torch
+    import torch._dynamo
     from vllm import LLM
 
+    # The sampler's count of better tokens is compiled for every new shape: seconds each.  The variable was
+    # read when the fork server imported torch.
+    torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     if mended is not None:
         mended()
 
@@ -418,10 +416,13 @@ class _Host:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=_serve, args=(theirs, str(log)), daemon=True)
-        self._process.start()
-        theirs.close()
+        # Tensors go by way of a server that asks for it.
+        key = bytes(multiprocessing.current_process().authkey)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = f"from engine.engines import serve; serve({key!r})"
+            self._process = forked.host(code, log, theirs.fileno())
+        self._pipe = Connection(ours.detach())
 
     def run(self, function: Callable[..., T], args: tuple[Any, ...], timeout: float) -> T:
         self._pipe.send((function, args))
@@ -447,17 +448,16 @@ class _Host:
         """End the process.  May be called any number of times."""
         self._pipe.close()
         # A process that is idle ends by itself when its pipe closes.
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join(5)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.end()
 
 
-def _serve(pipe: Connection, log: str) -> None:
+def serve(key: bytes) -> None:
     """Main loop of the process: functions in, results out, until the pipe closes."""
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
+    multiprocessing.current_process().authkey = key
+    pipe = Connection(forked.PIPE)
     while True:
         try:
             function, args = pipe.recv()

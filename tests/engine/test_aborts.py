@@ -66,6 +66,7 @@ def storm(llm: Any, asks: list[Ask], seed: int) -> dict[str, int]:
     return dict(counts)
 
 
+@pytest.mark.fast("overlapped")
 @pytest.mark.parametrize("kind", ["tight", "overlapped"])
 def test_aborts_at_random_moments_leave_nothing(kind: str, request: pytest.FixtureRequest) -> None:
     engine: Engine = request.getfixturevalue(kind)

@@ -102,6 +102,7 @@ def stock_tight(module_engine: EngineFactory, hybrid_model: Path) -> Engine:
     return module_engine(hybrid_model, hypic=False, **tight_args())
 
 
+@pytest.mark.fast("islands")
 @pytest.mark.parametrize("islands", [pytest.param(0, id="seams"), pytest.param(30, id="islands")])
 def test_concurrent_requests_give_the_results_of_one_by_one(
     tight: Engine, stock_tight: Engine, islands: int

@@ -58,6 +58,7 @@ def side_by_side(drafting: Engine, expected: list[Any]) -> None:
     assert left.clean, left
 
 
+@pytest.mark.slow
 def test_beside_mamba2(start_engine: EngineFactory, tmp_path: Path, engine_logs: Path) -> None:
     """In float32, in which a model and its draft of the same layer agree.  Stock vLLM answers otherwise here:
     on CPU its Mamba2 keeps no state behind each draft."""

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from lib import forked
 
 from vllm_hypic.patches.signature import PatchError, require_parameters
 
@@ -327,8 +328,8 @@ without_kernel = pytest.mark.skipif(
         pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
     ],
 )
-def test_in_a_fresh_interpreter(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+def test_in_a_process_of_its_own(code: str) -> None:
+    done = forked.run([sys.executable, "-c", code], timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

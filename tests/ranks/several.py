@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from lib import forked
 
 CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -35,7 +36,7 @@ def _run(
     name: str = "engine_of_ranks.py",
 ) -> Any:
     script = Path(__file__).parent / name
-    done = subprocess.run(
+    done = forked.run(
         [
             sys.executable,
             str(script),
@@ -45,10 +46,7 @@ def _run(
             json.dumps(options),
         ],
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **CACHE},
-        capture_output=True,
-        text=True,
         timeout=800,
-        check=False,
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert found, done.stdout[-4000:] + done.stderr[-4000:]

@@ -92,6 +92,7 @@ def test_500_short_segments_are_computed_in_the_stream(client):
     assert answer["usage"]["completion_tokens"] > 0 and cached(answer) == 0
 
 
+@pytest.mark.slow
 def test_500_segments_that_do_not_all_fit_the_pool(client):
     """Segments that fit are cached, the rest is computed in the stream; nothing waits for ever."""
     segments = [" ".join(f"w{(i * k + k * k) % 96}" for k in range(30)) for i in range(500)]
@@ -105,6 +106,7 @@ def test_500_segments_that_do_not_all_fit_the_pool(client):
     assert client.counts()["tokens_reused"] - before["tokens_reused"] == POOL_SEGMENTS * 32
 
 
+@pytest.mark.slow
 def test_a_segment_longer_than_the_pool(client):
     long = " ".join(f"w{i * i % 89}" for i in range(12000))
     answer = client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))

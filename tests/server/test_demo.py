@@ -42,6 +42,7 @@ def test_orders_differ():
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_killed_owner_takes_its_server_along(tmp_path):
     """SIGKILL leaves the owner no chance to clean up."""
     code = (

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lib import forked
 from one_process import ONE_PROCESS
 
 from .conftest import ENV
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(example: str, *arguments: str) -> list[str]:
     command = [sys.executable, str(EXAMPLES / example), *arguments]
     env = {**os.environ, **ENV, **ONE_PROCESS}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540)
+    ended = forked.run(command, env=env, timeout=540)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [line for line in ended.stdout.splitlines() if "answer:" in line]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
+from lib import forked
 from one_process import ONE_PROCESS
 
 from vllm_hypic.demo.single import make_tasks
@@ -49,11 +49,9 @@ if __name__ == "__main__":
 def test_the_tokenizers_own_texts_cut_and_others_do_not(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, str(script)],
         env={**os.environ, **ENV, **ONE_PROCESS},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lib import forked
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
@@ -78,14 +79,7 @@ def test_named_files_exist():
 def test_usage_prints_what_the_readme_says(tmp_path):
     script = tmp_path / "usage.py"
     script.write_text(block("tested"))
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-    )
+    ended = forked.run([sys.executable, script], cwd=ROOT, env=environment(), timeout=BOUND_S)
     assert ended.returncode == 0, ended.stderr[-3000:]
     expected = re.search(r"```text\n(.*?)```", README, re.DOTALL)
     assert expected
@@ -95,7 +89,7 @@ def test_usage_prints_what_the_readme_says(tmp_path):
 
 @pytest.mark.engine
 @pytest.mark.timeout(BOUND_S + 60)
-def test_server_and_client_commands(tmp_path):
+def test_server_and_client_commands(tmp_path, as_users_start):
     serve, model, *options = shlex.split(block("tested: server"))[1:]
     assert serve == "serve"
     with Server(ROOT / model, *options, env=ENV, log=tmp_path / "server.log") as server:

@@ -21,7 +21,7 @@ MOST = 200
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, as_users_start: None) -> Iterator[Server]:
     template = byte_model(tmp_path)
     with Server(
         tmp_path / "model",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from lib import forked
 from one_process import ONE_PROCESS
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import pre_tokenizers
@@ -285,11 +285,9 @@ if __name__ == "__main__":
 def test_tools_of_a_process_of_its_own(tmp_path: Path) -> None:
     script, template = tmp_path / "script.py", byte_model(tmp_path)
     script.write_text(SCRIPT)
-    ended = subprocess.run(
+    ended = forked.run(
         [sys.executable, str(script), str(tmp_path / "model"), str(template)],
         env={**os.environ, **ENV, **ONE_PROCESS, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -59,13 +59,7 @@ def launch(
     """
     with log.open("ab") as out:
         return subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _LAUNCH,
-                *map(str, (os.getpid(), int(at_the_end), int(1000 * GRACE_S))),
-                *command,
-            ],
+            guarded(command, at_the_end),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -73,6 +67,12 @@ def launch(
             env=None if env is None else dict(env),
             start_new_session=True,
         )
+
+
+def guarded(command: Sequence[str], at_the_end: signal.Signals = signal.SIGTERM) -> list[str]:
+    """The command by which :func:`launch` starts ``command``; for a session of its own."""
+    numbers = map(str, (os.getpid(), int(at_the_end), int(1000 * GRACE_S)))
+    return [sys.executable, "-c", _LAUNCH, *numbers, *command]
 
 
 def reserve_port(port: int = 0) -> socket.socket:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import openai
 import pytest
+from lib import forked
 
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 
@@ -81,7 +81,7 @@ def test_vllm_bench_serve(stand: Stand, tmp_path: Path):
     data = tmp_path / "prompts.json"
     data.write_text(json.dumps(conversations))
     before = stand.samples()
-    ended = subprocess.run(
+    ended = forked.run(
         [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
             *("--backend", "openai", "--base-url", stand.cluster.router.url),
@@ -91,8 +91,6 @@ def test_vllm_bench_serve(stand: Stand, tmp_path: Path):
             *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
         ],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""},
-        capture_output=True,
-        text=True,
         timeout=150,
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

@@ -1,0 +1,96 @@
+"""Which tests `make test` leaves out, since nothing that they depend on has changed since they last passed.
+
+``tests/unchanged.json`` holds a digest for each group of :data:`GROUPS`: of the files that its tests depend
+on, when `make test ALL=1` passed last.  Where the files are still the same, the group's tests are slow.
+`make test ALL=1`, `make test-slow` and CI on its days (CONTRIBUTING) run every group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PASSED = ROOT / "tests" / "unchanged.json"
+RUN_ALL = "HYPIC_TEST_ALL"
+"""Environment variable: ``1`` runs every group."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Folders and files of tests, and the files and folders that decide what the tests find."""
+
+    tests: tuple[str, ...]
+    depends: tuple[str, ...]
+
+    def files(self, root: Path = ROOT) -> Iterator[Path]:
+        for name in (*self.tests, *self.depends, "setup.py", "tests/lib"):
+            path = root / name
+            yield from sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+
+    def digest(self, root: Path = ROOT) -> str:
+        found = hashlib.sha256()
+        for path in self.files(root):
+            if path.suffix not in (".pyc", ".so"):
+                found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+        return found.hexdigest()
+
+
+def _rooms(names: str) -> tuple[str, ...]:
+    return tuple(f"vllm_hypic/{name}" for name in names.split())
+
+
+GROUPS = {
+    "instruction sets": Group(
+        ("tests/backends/test_instruction_sets.py",),
+        ("csrc", "vllm_hypic/backends/ops", "tests/backends", "tests/linear"),
+    ),
+    "compiled engines": Group(
+        ("tests/engine/test_compiled.py",), ("tests/engine", *_rooms("backends engine models patches pool"))
+    ),
+    "several API servers": Group(
+        ("tests/server/test_several_api_servers.py",), ("tests/server", *_rooms("cache_api engine patches"))
+    ),
+    "triton": Group(("tests/triton",), ("vllm_hypic/backends/ops", "tests/linear")),
+    "cuda": Group(
+        ("tests/cuda", "tests/gpu"), ("tests/triton", *_rooms("backends engine models patches pool"))
+    ),
+    "benchmarks": Group(("tests/benchmarks",), ("benchmarks", "vllm_hypic/harness")),
+    "evaluation": Group(
+        ("tests/eval", "tests/harness", "tests/suggest", "tests/tune", "tests/integrations/test_suggest.py"),
+        _rooms("eval harness primitives suggest tune"),
+    ),
+}
+
+
+def group_of(nodeid: str) -> str | None:
+    """The group that a test belongs to."""
+    for name, group in GROUPS.items():
+        if nodeid.startswith(tuple(f"{path}{end}" for path in group.tests for end in ("/", "::"))):
+            return name
+    return None
+
+
+def left_out() -> set[str]:
+    """Names of the groups that `make test` leaves out now."""
+    if os.environ.get(RUN_ALL) == "1" or not PASSED.exists():
+        return set()
+    passed = json.loads(PASSED.read_text())
+    return {name for name, group in GROUPS.items() if passed.get(name) == group.digest()}
+
+
+def write() -> None:
+    """Keep the digests: every group has passed."""
+    PASSED.write_text(json.dumps({name: group.digest() for name, group in GROUPS.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["write"]:
+        write()
+    else:
+        print(" ".join(sorted(left_out())))
