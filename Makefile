@@ -4,7 +4,8 @@
 #   make check   lint and the tests that start no engine: run it before a commit
 #   make docs    the documentation site, links checked
 #   make models  fetch and convert the pretrained model that tests and evaluation use, once
-#   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it
+#   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it.
+#                Groups whose files have not changed (tests/lib/unchanged.py) are left out; ALL=1 runs every group
 #   make test-slow    the other tests
 #   make compat  what another vLLM has changed of what we rest on, and tests on its Python; VERSION=, TESTS=
 #   make triton  Triton kernels in Triton's interpreter; they are in `test` and `check`, too
@@ -14,8 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.stamp
 READY := $(VENV)/.kernels
-# Test files that run side by side. Two suit two cores and 8 GB.
-WORKERS ?= 2
+# Test files that run side by side. Three suit two cores: tests of servers wait for a third of their time.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 # Each of the two keeps one core busy. What they print comes in one piece, and a failure stops the target.
 FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton OF_TRITON="not slow"
@@ -32,13 +33,16 @@ FLA := fla-core==0.6.0 flash-linear-attention==0.6.0
 # The tools that make the environment.
 SETS_UP := cpu_torch_imports fetch_redis prepare_env torch_index
 
+# Processes that tests start keep what Python has compiled: some environments forbid it.
+export PYTHONDONTWRITEBYTECODE :=
 # Nothing here needs the network once set up, and nobody asked to be counted.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export LMCACHE_TRACK_USAGE := false
+export HYPIC_TEST_ALL := $(ALL)
 
-.PHONY: venv models demo demo-parallel test test-slow triton lint format check docs bench compat clean distclean
+.PHONY: venv models demo demo-parallel test test-slow durations triton lint format check docs bench compat clean distclean
 
 venv: $(READY)
 
@@ -80,18 +84,24 @@ test: $(READY)
 	@$(BIN)/python tools/fetch_model.py --optional
 	@$(FIRST)
 	$(PYTEST) -m "not slow" --durations=30
+	@$(if $(filter 1,$(ALL)),$(BIN)/python tests/lib/unchanged.py write)
 
 test-slow: models
 	@$(MAKE) --no-print-directory triton OF_TRITON=slow
 	$(PYTEST) -m slow --durations=30
 
+# Workers begin with the files that took longest, as tests/durations.json says.
+durations: models
+	$(PYTEST) -m "not slow" --write-durations
+
 check: $(READY)
 	@$(FIRST)
 	$(PYTEST) -m "not engine and not slow"
 
+# Where nothing has changed, pytest finds no test to run and says 5.
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/triton || [ $$? = 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -291,16 +291,16 @@ class OneMemorySchedulerMachine(SchedulerMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
 TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
 TestLongSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
 TestForkingSchedulerMachine = ForkingSchedulerMachine.TestCase
-TestForkingSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestForkingSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
 
 TestPrefixSchedulerMachine = PrefixSchedulerMachine.TestCase
-TestPrefixSchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPrefixSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestOneMemorySchedulerMachine = OneMemorySchedulerMachine.TestCase
-TestOneMemorySchedulerMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestOneMemorySchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
 class LongForkingSchedulerMachine(ForkingSchedulerMachine):
@@ -309,3 +309,17 @@ class LongForkingSchedulerMachine(ForkingSchedulerMachine):
 
 TestLongForkingSchedulerMachine = pytest.mark.slow(LongForkingSchedulerMachine.TestCase)
 TestLongForkingSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
+
+
+class LongPrefixSchedulerMachine(PrefixSchedulerMachine):
+    """The same, for longer."""
+
+
+class LongOneMemorySchedulerMachine(OneMemorySchedulerMachine):
+    """The same, for longer."""
+
+
+TestLongPrefixSchedulerMachine = pytest.mark.slow(LongPrefixSchedulerMachine.TestCase)
+TestLongPrefixSchedulerMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestLongOneMemorySchedulerMachine = pytest.mark.slow(LongOneMemorySchedulerMachine.TestCase)
+TestLongOneMemorySchedulerMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

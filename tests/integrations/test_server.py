@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+from lib import forked
 
 from vllm_hypic.harness.serving import Server
 
@@ -93,7 +93,7 @@ def test_tools_are_reused_when_one_changes(example, server: Server) -> None:
 def test_examples_print_what_is_reused(example, server: Server, name: str) -> None:
     example(name)
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), server.url]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    ended = forked.run(command, timeout=540)
     assert ended.returncode == 0, ended.stderr[-3000:]
     reused = [int(line.rpartition("reused tokens: ")[2]) for line in ended.stdout.splitlines()]
     assert len(reused) == (4 if name == "agent_tools" else 2) and min(reused[1:]) > 1000

@@ -49,9 +49,15 @@ def requests(documents: list[str], tools: list[dict[str, Any]]) -> Iterator[dict
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_a_server_reuses_what_was_suggested(example, offices, smollm2: Path, server: Server) -> None:
-    documents = [f"This is read by suggest. {d}" for d in offices.DOCUMENTS]
+@pytest.mark.parametrize("count", [6, 16], ids=["documents", "all"])
+@pytest.mark.fast("documents")
+def test_a_server_reuses_what_was_suggested(
+    example, offices, smollm2: Path, server: Server, count: int
+) -> None:
+    documents = [f"This is read by suggest, {count}. {d}" for d in offices.DOCUMENTS]
     log = list(requests(documents, example("agent_tools").TOOLS[:8]))
+    assert len(log) == 16
+    log = log[:count]
     config = HypicConfig(islands="none")
     with FrontEnd(smollm2, config, str(EXAMPLES / "tools.jinja"), {"max_model_len": 8192}) as front_end:
         comparison = comparison_of(front_end, config, BLOCK)
@@ -64,7 +70,7 @@ def test_a_server_reuses_what_was_suggested(example, offices, smollm2: Path, ser
                 if c.name in said:
                     said[c.name].append(c.replay.reused - before[c.name])
     for name, mode in MODES.items():
-        found = [reused(server, {**body, "cache_salt": f"suggest {mode}"}, mode) for body in log]
+        found = [reused(server, {**body, "cache_salt": f"suggest {mode} {count}"}, mode) for body in log]
         marked = ["<|hypic_sep|>" in body.get("prompt", "") for body in log]
         if name == "prefix caching alone":  # the server takes separators for what they are
             found, said[name] = (
