@@ -1,4 +1,4 @@
-"""Settings of all tests, and how they are shared out to two workers."""
+"""Settings of all tests, and how pytest-xdist shares the tests out to workers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds that each file took, whole folders where one worker takes them whole: ``make durations``."""
 UNKNOWN_S = 60.0
-"""A file that nobody has timed counts as this: a new one must not be what is left at the end."""
+"""Assumed duration of a file without an entry: a worker begins with it, in case the file takes long."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,15 +47,14 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _forked_servers() -> Iterator[None]:
     """Servers that tests start are forked from a process that has imported vLLM: 3 s instead of 25."""
-    with pytest.MonkeyPatch.context() as patch, suppress(ImportError):  # not on a machine without vLLM
-        from lib import forked
+    with pytest.MonkeyPatch.context() as patch:
+        if find_spec("vllm"):
+            from lib import forked
 
-        from vllm_hypic.harness import serving
+            from vllm_hypic.harness import serving
 
-        patch.setattr(serving, "launch", forked.launch)
+            patch.setattr(serving, "launch", forked.launch)
         yield
-        return
-    yield
 
 
 @pytest.fixture

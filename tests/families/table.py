@@ -109,11 +109,11 @@ class Family(Row):
     """The family represents a code path in ``make test``."""
 
     planted: Mapping[str, Mapping[str, float]]
-    """By dtype: faults that every answer must tell from the truth, by so many bounds."""
+    """By dtype: planted faults, and by how many bounds the answer to every prompt must differ from each."""
     others: tuple[type, ...] = ()
     """Changes of the oracle's class that every answer must tell from the truth, by a hundred bounds."""
     seen: Mapping[str, float] = field(default_factory=lambda: {F32: 10})
-    """By dtype: each fault shows in some prompt, by so many bounds."""
+    """By dtype: the number of bounds by which every planted fault must show in at least one prompt."""
     faults: tuple[str, ...] | None = None
     """Which faults, if not all that the oracle names."""
     context_seen: float | None = None
@@ -146,7 +146,7 @@ class Family(Row):
 
 @dataclass(frozen=True)
 class Case:
-    """A family in one dtype, with so many tokens a step."""
+    """A family in one dtype, with one limit on the tokens of a step."""
 
     family: Family
     dtype: str
@@ -170,12 +170,12 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OneLayer(Row):
-    """A model of one layer that remembers, and attention behind or beside it that adds nothing, or none."""
+    """A model whose only linear layer decides the answer: its attention layers, if any, output zero."""
 
     bounds: Mapping[str, float]
-    """By dtype: of composed requests from ordinary ones."""
+    """By dtype: the largest distance of a composed request from the ordinary request."""
     seen: Mapping[str, float] | None = field(default_factory=lambda: {F32: 6.0, BF16: 6.0})
-    """Requests are so many bounds away whose transitions are left out; ``None``: there are none."""
+    """Bounds by which a request without transitions must differ; ``None``: the layer has no transition."""
     seams: tuple[int, ...] = (3, 20)
     """Widths beside the usual one at which composing is exact."""
     compiled: tuple[str, ...] = ()
