@@ -70,9 +70,9 @@ def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
     assert cold.cached == 0
     (warm,) = engine.ask(ask())
     made = engine.call(computed)
+    engine.call(empty_pool)
     before = engine.call(tier_counts, "memory")
     assert before["stored"] >= RECORDS and before["objects"] == RECORDS
-    engine.call(empty_pool)
     (loaded,) = engine.ask(ask())
     assert same(cold, warm) and same(cold, loaded)
     assert loaded.cached == warm.cached == RECORDED
