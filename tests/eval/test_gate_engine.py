@@ -29,7 +29,7 @@ HYPIC, NAIVE = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
 STRUCTURE = Method("hypic-8@structure", "hypic", 8, mode="structure")
 DEFAULTS = LinkDefaults("hypic", 8)
 """What this model has where nothing is named."""
-MODE = ("--hypic", '{"segment": {"mode": "structure", "min_tokens": 32}}')
+MODE = ("--hypic", '{"segment": {"mode": "structure", "min_tokens": 32, "newest_tokens": 0}}')
 SHORT = ("--prompts", "24", "--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
 
 

@@ -50,7 +50,8 @@ class Chat:
         self.tokenizer.chat_template = CHAT_TEMPLATE
         self.texts = TokenTexts(self.tokenizer).of
         self.special = set(self.tokenizer.all_special_ids)
-        options = {"min_tokens": 32, "mean_tokens": 256, "query_tokens": 16, "max_segments": 64} | options
+        sizes = {"min_tokens": 32, "mean_tokens": 256, "query_tokens": 16, "newest_tokens": 0}
+        options = sizes | {"max_segments": 64} | options
         self.segmenter = Segmenter(self.texts, self.special, [pattern(p) for p in patterns], **options)
 
     def ids(self, *messages: tuple[str, str]) -> list[int]:

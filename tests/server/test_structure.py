@@ -83,7 +83,7 @@ def forms() -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
     contents = [[part(texts[i], **marks) for i in order] for order in (range(5), moved)]
     yield "marked parts", [chat(*content) for content in contents], lengths
     results = [{"role": "tool", "tool_call_id": str(i), "content": text} for i, text in enumerate(texts)]
-    asked = [[QUESTION, *(results[i] for i in order)] for order in (range(5), moved)]
+    asked = [[*(results[i] for i in order), QUESTION] for order in (range(5), moved)]
     yield "tool results", [{"messages": messages} for messages in asked], lengths
 
 
@@ -170,6 +170,51 @@ def test_other_endpoints_tell_their_structure_too(byte_server: Server) -> None:
         answer = httpx.post(f"{byte_server.url}/v1/{path}", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         assert counts(byte_server)["pieces_cut"] - before["pieces_cut"] == 4, path
+
+
+@pytest.mark.parametrize("mode", ["structure", "text"])
+def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server, mode: str) -> None:
+    """Question, call, result and begun answer are in no segment, by any API; what stands before them is."""
+    old, question, result, begun = (document(("ends", mode, i)) for i in range(4))
+    said = [{"role": "user", "content": old}, {"role": "assistant", "content": "Yes."}]
+    asked = [*said, {"role": "user", "content": question}]
+    function = {"name": "tool", "arguments": '{"a": 1}'}
+    call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    answered = [*asked, call, {"role": "tool", "tool_call_id": "1", "content": result}]
+    used = {"type": "tool_use", "id": "1", "name": "tool", "input": {"a": 1}}
+    got = {"type": "tool_result", "tool_use_id": "1", "content": result}
+    begins = {"continue_final_message": True, "add_generation_prompt": False}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": answered}),
+        ("chat/completions", {"messages": [*asked, {"role": "assistant", "content": begun}], **begins}),
+        (
+            "responses",
+            {
+                "input": [
+                    *asked,
+                    {"type": "function_call", "call_id": "1", **function},
+                    {"type": "function_call_output", "call_id": "1", "output": result},
+                ]
+            },
+        ),
+        (
+            "messages",
+            {
+                "messages": [
+                    *asked,
+                    {"role": "assistant", "content": [used]},
+                    {"role": "user", "content": [got]},
+                ],
+                "max_tokens": 1,
+            },
+        ),
+    ]
+    for path, body in bodies:
+        before = counts(byte_server, mode)["pieces_cut"]
+        body = {"model": byte_server.model, "vllm_xargs": {"hypic_segment": mode}, **body}
+        answer = httpx.post(f"{byte_server.url}/v1/{path}", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert counts(byte_server, mode)["pieces_cut"] == before + 1, path
 
 
 def test_what_was_found_is_counted(byte_server: Server) -> None:

@@ -42,5 +42,8 @@ class SegmentingConfig(ConfigSection):
     query_tokens: Natural = 128
     """The question is looked for in so many tokens at the end of the last message: a piece most of which lies
     there is computed in the stream.  0: there is none, and the message's end is a piece like others."""
+    newest_tokens: Natural = 512
+    """The last message of the user and each message behind it is computed in the stream as a whole if it has
+    so many tokens at most.  What a request ends with is exact.  Longer messages are cut as others are."""
     max_segments: Positive = 256
     """Segments of one prompt; what comes behind them is computed in the stream."""

@@ -21,7 +21,7 @@ from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
 from ..primitives.context import context_tokens
 from ..primitives.learned import LearnedContext
-from ..primitives.token_texts import TokenTexts
+from ..primitives.token_texts import TokenTexts, special_ids
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..primitives.windows import Words
 from ..store.build import build_store
@@ -78,9 +78,14 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
 def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningTexts:
     if vllm_config.model_config.skip_tokenizer_init:
         return replace(NO_TOKENIZER, learned=config.learned)
+
+    def words() -> Words:
+        tokenizer = _tokenizer(vllm_config)
+        return Words(TokenTexts(tokenizer).of, special_ids(tokenizer))
+
     return PlanningTexts(
         lambda: context_tokens(_tokenizer(vllm_config), config.text),
-        lambda: Words(TokenTexts(_tokenizer(vllm_config)).of),
+        words,
         config.learned,
     )
 

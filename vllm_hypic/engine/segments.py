@@ -15,7 +15,7 @@ from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
-from ..primitives.token_texts import TokenTexts
+from ..primitives.token_texts import TokenTexts, special_ids
 from ..primitives.tokens import PrimitiveIds
 from .front_end import reason_not_to_cut
 from .renderer import CHAT
@@ -81,8 +81,7 @@ class Vocabulary:
     """What is read of a tokenizer to find segments in its tokens; for one thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        added = tokenizer.added_tokens_decoder.items()
-        self.special = {i for i, token in added if token.special}.union(tokenizer.all_special_ids)
+        self.special = special_ids(tokenizer)
         self.texts = TokenTexts(tokenizer)
         self.lengths = TokenLengths(tokenizer, self.texts, self.special)
 
@@ -119,5 +118,6 @@ def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Collecti
         min_tokens=options.min_tokens,
         mean_tokens=options.mean_tokens,
         query_tokens=options.query_tokens,
+        newest_tokens=options.newest_tokens,
         max_segments=options.max_segments,
     )

@@ -32,6 +32,8 @@ class Task:
     ``answer_tokens`` tokens are is what counts."""
     opening: str = ""
     """First words of the answer, which are given: small chat models keep to the question then."""
+    after: tuple[tuple[str, str], ...] = ()
+    """Messages behind the question, role and text: an agent's calls, and their results."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,13 @@ def encode(
     Every segment is tokenised alone, so that all methods, plain prompts among them, see the same tokens.
     Raises ``ValueError`` for a task that has other segments once it is tokenised.
     """
+    if not chat and any(task.after for task in tasks):
+        raise ValueError("a task has calls of tools, which only a chat has: the model has no chat template")
     texts = [
-        build_messages(documents=t.segments, question=t.question, system=t.system)
+        [
+            *build_messages(documents=t.segments, question=t.question, system=t.system),
+            *({"role": role, "content": text} for role, text in t.after),
+        ]
         if chat
         else build_prompt(system=t.system, segments=t.segments, query=t.question)
         for t in tasks

@@ -39,8 +39,8 @@ class Ask:
     """The answer, where its likelihood is asked for; ``max_tokens`` is then its length.  The engine needs
     ``FORCING``."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, and the parts
-    of its user's message, the last of which asks."""
+    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, the parts of
+    its user's message, and at last the question with all messages behind it."""
 
 
 @dataclass(frozen=True)
@@ -206,17 +206,23 @@ def _chat(llm: Any, ask: Ask) -> Any:
     from vllm.inputs import tokens_input
 
     from ..engine.renderer import CHAT
+    from ..primitives.messages import messages_of
     from ..primitives.structure import Chat
+    from ..primitives.token_texts import special_ids
 
     tokenizer = llm.get_tokenizer()
-    system, *parts = (
-        tokenizer.decode(list(part), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        for part in ask.parts
-    )
-    content = [{"type": "text", "text": part} for part in parts]
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": content}]
-    text = "".join([system, *parts])
-    return {**tokens_input(list(ask.tokens), prompt=text), CHAT: Chat(messages)}
+
+    def read(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    system, *documents, end = ask.parts
+    found = messages_of(end, [read([token]) for token in end], special_ids(tokenizer))
+    question, *behind = (read(end[message.start : message.stop]) for message in found)
+    content = [{"type": "text", "text": text} for text in [*map(read, documents), question]]
+    messages = [{"role": "system", "content": read(system)}, {"role": "user", "content": content}]
+    for message, text in zip(found[1:], behind, strict=True):
+        messages.append({"role": "assistant" if message.answers else "tool", "content": text})
+    return {**tokens_input(list(ask.tokens), prompt=read(ask.tokens)), CHAT: Chat(messages)}
 
 
 def found_segments(llm: Any, asks: Sequence[Ask]) -> list[tuple[tuple[int, int], ...]]:

@@ -16,8 +16,11 @@ MAX_HEADER = 16
 _ROLE = re.compile(r"\s*[\w-]{0,32}\s*")
 """What a header's line says."""
 ANSWERING = ("assistant", "model")
-ASKING = ("user", "human", "tool", "function", "ipython")
+ASKING = ("user", "human")
+RESULTS = ("tool", "function", "ipython")
 """Names of roles in headers."""
+_RESULT = "<tool_response>"
+"""Some templates write results of tools as messages of the user, which begin with this tag."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Message:
     """It begins the prompt, and is a system message or a text: what may be cached as it stands."""
     answers: bool
     """It is the model's own, or what it is made to begin its answer with."""
+    asks: bool = False
+    """It is the user's own, and no tool's result."""
 
 
 def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[int]) -> list[Message]:
@@ -47,11 +52,28 @@ def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[in
         behind = bisect_left(marks, start)
         stop = marks[behind] if behind < len(marks) else len(ids)
         header = "".join(texts[mark:start])
-        answers = any(role in header for role in ANSWERING)
-        asks = any(role in header for role in ASKING)
         if stop > start:
-            found.append(Message(start, stop, not (found or answers or asks), answers))
+            answers, asks, results = (
+                any(role in header for role in roles) for roles in (ANSWERING, ASKING, RESULTS)
+            )
+            leads = not (found or answers or asks or results)
+            asks = asks and not "".join(texts[start : start + MAX_HEADER]).lstrip().startswith(_RESULT)
+            found.append(Message(start, stop, leads, answers, asks))
     return found
+
+
+def newest_of(messages: Sequence[Message]) -> int:
+    """The index of the message that the newest part of a prompt begins with.
+
+    This is the last message that a user asks.  Where headers name no user it is the last message that is not
+    the model's own, and else the last message.
+    """
+    last = len(messages) - 1
+    for wanted in (lambda m: m.asks, lambda m: not m.answers):
+        found = next((i for i in range(last, -1, -1) if wanted(messages[i])), None)
+        if found is not None:
+            return found
+    return max(0, last)
 
 
 def _header_stop(ids: Sequence[int], texts: Sequence[str], special: Collection[int], mark: int) -> int:

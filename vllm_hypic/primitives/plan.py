@@ -198,6 +198,7 @@ def build_plan(
     context: Sequence[int] = (),
     learned: str = "",
     choose_islands: IslandChooser | None = None,
+    find_question: Callable[[Sequence[int]], tuple[int, int]] | None = None,
     checkpoint_tokens: int = 0,
     reads_successors: bool = False,
 ) -> PromptPlan:
@@ -205,10 +206,11 @@ def build_plan(
     place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
 
     ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
-    file where it is learned; ``choose_islands``: needed by methods with islands; ``checkpoint_tokens``:
-    between two checkpoints of a record, 0: it has none; ``reads_successors``: some layers read with each
-    token its successor, which behind a leading segment is another in each prompt: its last token is no part
-    of the record, and keys of checkpoints tell the token behind them.
+    file where it is learned; ``choose_islands``: needed by methods with islands; ``find_question``: the
+    tokens ``[start, stop)`` of a prompt that ask, ``None``: what stands behind the last segment asks;
+    ``checkpoint_tokens``: between two checkpoints of a record, 0: it has none; ``reads_successors``: some
+    layers read with each token its successor, which behind a leading segment is another in each prompt: its
+    last token is no part of the record, and keys of checkpoints tell the token behind them.
     A segment is computed in the stream (exact) when its interior would be shorter than
     ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is cached
     never depends on what other requests do.
@@ -243,7 +245,7 @@ def build_plan(
                 cached[index] = segment
         if not any(s.context for s in cached.values()) or (contexts and contexts[0].key in _keys(cached)):
             contexts = ()
-    islands = _islands(prompt, cached, method, choose_islands)
+    islands = _islands(prompt, cached, method, choose_islands, find_question)
     return assemble(prompt, cached, islands, contexts, method)
 
 
@@ -256,12 +258,13 @@ def _islands(
     cached: Mapping[int, CachedSegment],
     method: LinkMethod,
     choose: IslandChooser | None,
+    find_question: Callable[[Sequence[int]], tuple[int, int]] | None,
 ) -> dict[int, Ranges]:
     """Ranges of tokens inside cached interior segments that the stream computes, by the segment's piece."""
-    query = prompt.pieces[-1].tokens
     inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
-    if method.islands is None or not query or not inside:
+    if method.islands is None or not prompt.pieces[-1].tokens or not inside:
         return {}
+    query = _query(prompt, cached, find_question)
     if choose is None:
         raise ValueError(f"{method.islands}: nothing chooses islands")
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
@@ -270,6 +273,29 @@ def _islands(
         i: outside(((s.head + first, s.head + stop) for first, stop in ranges), s.media)
         for (i, s), ranges in zip(inside.items(), chosen, strict=True)
     }
+
+
+def _query(
+    prompt: ParsedPrompt,
+    cached: Mapping[int, CachedSegment],
+    find_question: Callable[[Sequence[int]], tuple[int, int]] | None,
+) -> tuple[int, ...]:
+    """What islands are chosen for: of the message that asks, what stands last outside records; or else what
+    stands behind the last segment.
+
+    Answers, calls and results of tools behind that message are not in it: a conversation that goes on keeps
+    its islands, so that its stream stays in vLLM's prefix cache.
+    """
+    if find_question is not None:
+        ids = [token for piece in prompt.pieces for token in piece.tokens]
+        start, stop = find_question(ids)
+        begin = len(ids)
+        for index, piece in reversed(list(enumerate(prompt.pieces))):
+            begin -= len(piece.tokens)
+            first = max(start - begin, piece.dependent_from if index in cached else 0)
+            if found := piece.tokens[first : max(first, stop - begin)]:
+                return found
+    return prompt.pieces[-1].tokens
 
 
 def assemble(

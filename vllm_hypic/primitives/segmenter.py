@@ -8,11 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple, get_args
 
 from .chunks import local_minima
-from .messages import messages_of
+from .messages import messages_of, newest_of
 from .places import Marks, Pattern, Place, before_question, ends, marked, matches
 from .structure import Block, Kind, Structure
 
@@ -59,9 +59,11 @@ class Segmenter:
     """Finds the segments of one model's prompts; for one thread.
 
     ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`), ``special`` are the ids that
-    templates write around messages.  A piece has ``min_tokens`` at least.  The question is in none: the last
-    message that is not the model's asks it in its last ``query_tokens``, unless a pattern ends a piece there;
-    with 0 of them that message is like others.  The prompt's last token is in no piece.
+    templates write around messages.  A piece has ``min_tokens`` at least.  The last message of the user, and
+    each behind it, has no pieces if it has ``newest_tokens`` at most.  The question
+    is in no piece: the last message that is not the model's asks it in its last ``query_tokens``, unless a
+    pattern ends a piece there; with 0 of them that message is like others.  The prompt's last token is in no
+    piece.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Segmenter:
         min_tokens: int,
         mean_tokens: int,
         query_tokens: int,
+        newest_tokens: int,
         max_segments: int,
     ) -> None:
         self._texts, self._special, self._patterns = texts, frozenset(special), patterns
         self._min, self._mean, self._query, self._most = min_tokens, mean_tokens, query_tokens, max_segments
+        self._newest = newest_tokens
 
     def find(self, ids: Sequence[int], mode: str) -> Found:
         """``mode``: ``text`` or ``cdc``.  Takes time in proportion to the prompt's length."""
@@ -85,9 +89,12 @@ class Segmenter:
         texts = self._texts(ids)
         messages = messages_of(ids, texts, self._special)
         asked = [m for m in messages if not m.answers][-1:] or messages[-1:]
+        newest = newest_of(messages)
+        short = [m for m in messages[newest:] if m.stop - m.start <= self._newest]
         pieces = [
             (message.start + start, message.start + stop)
             for message in messages
+            if message not in short
             for start, stop in self._pieces(
                 Marks(texts[message.start : message.stop]), mode, leads=message.leads, asks=message in asked
             )
@@ -98,7 +105,7 @@ class Segmenter:
         """The segments of a chat request.  Only messages that are one text are read."""
         pieces: list[tuple[int, int]] = []
         short: list[Block] = []
-        for block in structure.blocks:
+        for block in self._cuttable(structure.blocks):
             if block.kind is Kind.TOOL and block.stop - block.start < self._min:
                 short.append(block)
                 continue
@@ -110,6 +117,13 @@ class Segmenter:
                 pieces.append((block.start, block.stop))
         pieces += self._together(short)
         return self._found(pieces, structure.counts)
+
+    def _cuttable(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """All but those of newest messages that are to be computed whole."""
+        for newest, of_message in groupby(blocks, lambda block: block.newest):
+            message = list(of_message)
+            if newest is None or message[-1].stop - message[0].start > self._newest:
+                yield from message
 
     def _found(self, pieces: Sequence[tuple[int, int]], left_out: Counter[str]) -> Found:
         """The segments: those of ``pieces`` that have ``min_tokens``, at most ``max_segments``.

@@ -30,7 +30,7 @@ _TELLING = 16
 _NEAR = 512
 """Bytes between two fields of a tool."""
 _LEADING = ("system", "developer")
-_ANSWERING = "assistant"
+_ANSWERING, _ASKING = "assistant", "user"
 _RESULTS = ("tool", "function")
 _JSON = tuple(
     JSONEncoder(ensure_ascii=False, indent=indent, separators=separators).encode
@@ -63,6 +63,8 @@ class Block(NamedTuple):
     """The question stands at its end."""
     sign: int = 0
     """A checksum of the text."""
+    newest: int | None = None
+    """The message that it is of, where that is the last of the user or stands behind it."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class _Piece(NamedTuple):
     kind: Kind
     system: bool = False
     asks: bool = False
+    newest: int | None = None
 
 
 def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Structure:
@@ -123,7 +126,9 @@ def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Struct
             continue
         counts["moved"] += starts[start] > piece.first
         sign = crc32(text[piece.first : piece.last]) if piece.kind is Kind.TOOL else 0
-        blocks.append(Block(start, stop, piece.kind, piece.system and not blocks, piece.asks, sign))
+        blocks.append(
+            Block(start, stop, piece.kind, piece.system and not blocks, piece.asks, sign, piece.newest)
+        )
     return Structure(blocks, counts)
 
 
@@ -239,6 +244,7 @@ def _documents(documents: list[Any], search: _Search, counts: Counter[str], leas
 def _messages(messages: Sequence[Any], search: _Search, counts: Counter[str], least: int) -> Iterator[_Piece]:
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
     asking = max((i for i, role in enumerate(roles) if role not in (None, _ANSWERING)), default=-1)
+    newest = max((i for i, role in enumerate(roles) if role == _ASKING), default=asking)
     for i, message in enumerate(messages):
         parts = _parts(message) if roles[i] is not None else []
         for n, (text, marked) in enumerate(parts, start=1):
@@ -251,7 +257,8 @@ def _messages(messages: Sequence[Any], search: _Search, counts: Counter[str], le
                 counts["unlocated"] += 1
             else:
                 kind = Kind.TEXT if open_ended else Kind.WHOLE
-                yield _Piece(*found, kind, system=roles[i] in _LEADING, asks=asks)
+                of_newest = i if i >= newest else None
+                yield _Piece(*found, kind, roles[i] in _LEADING, asks, of_newest)
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, bool]]:

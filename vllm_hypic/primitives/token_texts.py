@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What decoders put where bytes are no character, or not a whole one."""
@@ -23,6 +23,12 @@ class Detokenizer(Protocol):
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """The ids that templates write around messages, of a tokenizer of transformers or a wrapper around it."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return {i for i, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
 class TokenTexts:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from .messages import messages_of, newest_of
 from .words import words_of
 
 MIN_WINDOW = 8
@@ -101,7 +102,8 @@ class SegmentWords:
 
 
 class Words:
-    """Words of token sequences.  ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`).
+    """Words of token sequences.  ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`);
+    ``special`` are the ids that templates write around messages.
 
     Those of segments are kept, the last used ones, of at most ``max_segments`` and ``max_tokens`` in all (a
     longer segment is not kept): what is kept changes no result.  For one thread.
@@ -110,13 +112,21 @@ class Words:
     def __init__(
         self,
         texts: Callable[[Sequence[int]], Sequence[str]],
+        special: Collection[int] = (),
         *,
         max_segments: int = KEPT_SEGMENTS,
         max_tokens: int = KEPT_TOKENS,
     ) -> None:
-        self._texts, self._max_segments, self._max_tokens = texts, max_segments, max_tokens
+        self._texts, self._special = texts, frozenset(special)
+        self._max_segments, self._max_tokens = max_segments, max_tokens
         self._kept: OrderedDict[tuple[int, ...], SegmentWords] = OrderedDict()
         self._tokens = 0
+
+    def question_in(self, prompt: Sequence[int]) -> tuple[int, int]:
+        """Tokens ``[start, stop)`` of the message of a rendered chat that asks: the last one of the user."""
+        messages = messages_of(prompt, self._texts(prompt), self._special)
+        asked = messages[newest_of(messages)]
+        return asked.start, asked.stop
 
     def of_query(self, tokens: Sequence[int]) -> list[str]:
         """The different words of ``tokens``, in the order in which they first appear."""

@@ -100,13 +100,14 @@ def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> 
 
     config = config.for_model(front_end.model_config)
     vocabulary = Vocabulary(front_end.tokenizer)
-    words = Words(vocabulary.texts.of)
+    words = Words(vocabulary.texts.of, vocabulary.special)
     linking = Linking(
         parse_link(config.link, config.seam_tokens, config.context, config.islands),
         config.min_segment_tokens,
         front_end.model_config.max_model_len,
         context_tokens(front_end.tokenizer, config.text),
         lambda interiors, query, budget: choose_islands(interiors, query, budget, words),
+        words.question_in,
     )
     return Comparison(vocabulary, front_end.primitives, config.segment, linking, block_size)
 

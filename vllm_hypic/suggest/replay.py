@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -24,6 +24,7 @@ class Linking:
     max_model_len: int
     context: tuple[int, ...] = ()
     choose_islands: IslandChooser | None = None
+    find_question: Callable[[Sequence[int]], tuple[int, int]] | None = None
 
     def plan(self, prompt: ParsedPrompt, salt: str | None) -> PromptPlan:
         return build_plan(
@@ -34,6 +35,7 @@ class Linking:
             min_segment_tokens=self.min_segment_tokens,
             context=self.context,
             choose_islands=self.choose_islands,
+            find_question=self.find_question,
         )
 
 

@@ -148,6 +148,7 @@ class Planner:
             context=self.tokens_behind(method.context),
             learned="" if self.learned is None else self.learned.digest,
             choose_islands=None if method.islands is None else self._choose_islands,
+            find_question=None if method.islands is None else self._words().question_in,
             checkpoint_tokens=config.checkpoint_tokens,
             reads_successors=self.reads_successors,
         )

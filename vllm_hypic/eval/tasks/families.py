@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ...harness.generators import Generator
 from ..task import Task
-from . import continuations, demo, entries, facts, hops, keyvalue, needle, prices, updates, variables
+from . import calls, continuations, demo, entries, facts, hops, keyvalue, needle, prices, updates, variables
 
 SEED_STEP = 1_000_000
 """Tasks of different seeds are different: numbers of a seed's begin at so many times the seed."""
@@ -44,6 +44,8 @@ class Family:
     tokens: int = 128
     natural: bool = False
     """Made of installed texts, which no demo model can read."""
+    only_named: bool = False
+    """No model is asked it unless it is named: only chats have calls of tools."""
 
     def suits(self, generator: Generator | None) -> bool:
         if self.natural:
@@ -54,7 +56,7 @@ class Family:
         """Whether a model is asked it unless others are named: demo models what they have learned, others
         what is natural."""
         if generator is None:
-            return self.natural
+            return self.natural and not self.only_named
         return self.kind is None or self.kind in generator.LEARNED
 
     def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
@@ -118,7 +120,13 @@ def _any(about: str, english: English) -> Family:
 
 
 def _natural(
-    about: str, name: str, task: Callable[[int, int, int], Task], *, documents: int, tokens: int
+    about: str,
+    name: str,
+    task: Callable[[int, int, int], Task],
+    *,
+    documents: int,
+    tokens: int,
+    only_named: bool = False,
 ) -> Family:
     """A family that is made of installed texts."""
 
@@ -127,7 +135,7 @@ def _natural(
             raise ValueError(f"tasks of the family {name!r} are English, which no demo model reads")
         return [task(number, documents, tokens) for number in range(first, first + count)]
 
-    return Family(about, make, documents=documents, tokens=tokens, natural=True)
+    return Family(about, make, documents=documents, tokens=tokens, natural=True, only_named=only_named)
 
 
 FAMILIES = {
@@ -165,6 +173,9 @@ FAMILIES |= {
             "likelihood of what follows one of several pieces",
         ),
     )
+} | {
+    place: _natural(about, place, calls.TASKS[place], documents=4, tokens=120, only_named=True)
+    for place, about in calls.PLACES.items()
 }
 QUESTIONS = (facts.FAMILY, prices.FAMILY, hops.FAMILY, updates.FAMILY, entries.FAMILY)
 CONTINUATIONS = (continuations.IN_ORDER, continuations.MIXED)

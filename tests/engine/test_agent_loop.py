@@ -1,0 +1,113 @@
+"""An agent's loop: a chat grows by a call and a result, and no step computes what earlier steps computed."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.conftest import save_byte_tokenizer
+from server.test_segments import document
+
+from .conftest import EngineFactory
+from .engines import Engine
+from .tiny_models import save
+
+STEPS = 20
+BLOCK = 32
+"""Tokens in a block of vLLM's prefix cache: a step may compute the last block of the step before again, as a
+step of stock vLLM does."""
+OPTIONS = {"context": "text", "islands": "query-15", "pool_bytes": 64 << 20}
+TEMPLATE = (
+    "<bos>system\nCall tools.{% for t in tools %}\n{{ t | tojson }}{% endfor %}<eos>"
+    "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<eos>{% endfor %}"
+    "<bos>assistant\n"
+)
+
+
+def tool(i: int) -> dict[str, Any]:
+    function = {
+        "name": f"tool{i}",
+        "description": document(("loop", i))[:150],
+        "parameters": {"type": "object"},
+    }
+    return {"type": "function", "function": function}
+
+
+TOOLS = [tool(i) for i in range(30)]
+
+
+def steps() -> list[list[dict[str, Any]]]:
+    """The messages of each step, with results of 300 tokens."""
+    said: list[dict[str, Any]] = [{"role": "user", "content": f"Why? {document('asked')[:200]}"}]
+    found = [list(said)]
+    for i in range(STEPS - 1):
+        call = {
+            "id": str(i),
+            "type": "function",
+            "function": {"name": f"tool{i}", "arguments": json.dumps({"where": document(i)[:20]})},
+        }
+        said.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        said.append({"role": "tool", "tool_call_id": str(i), "content": document(("result", i))[:300]})
+        found.append(list(said))
+    return found
+
+
+def loop(
+    llm: Any, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]], mode: str | None
+) -> list[tuple[int, int]]:
+    """Tokens of the prompt, and of these what was computed, by step."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args=mode and {"hypic_segment": mode})
+    found = []
+    for said in messages:
+        [output] = llm.chat([said], params, tools=tools, chat_template=TEMPLATE, use_tqdm=False)
+        found.append((len(output.prompt_token_ids), len(output.prompt_token_ids) - output.num_cached_tokens))
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loop") / "model"
+    save(path, "Qwen3", {"num_hidden_layers": 2, "max_position_embeddings": 20480})
+    save_byte_tokenizer(path)
+    return path
+
+
+SIZES = {"block_size": BLOCK, "max_model_len": 20480}
+
+
+@pytest.fixture(scope="module")
+def ours(module_engine: EngineFactory, model: Path) -> Engine:
+    return module_engine(model, options=OPTIONS, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def plain(module_engine: EngineFactory, model: Path) -> list[tuple[int, int]]:
+    """Stock vLLM's loop."""
+    return module_engine(model, hypic=False, **SIZES).call(loop, steps(), TOOLS, None)
+
+
+@pytest.mark.parametrize("mode", ["structure", "text"])
+def test_a_step_computes_what_is_new(ours: Engine, plain: list[tuple[int, int]], mode: str) -> None:
+    """``pytest -s -k what_is_new`` prints what each step computes, beside stock vLLM."""
+    ours.reset()
+    found = ours.call(loop, steps(), TOOLS, mode)
+    print("\nstep: tokens, computed; stock: computed")
+    for i, ((tokens, computed), (_, of_stock)) in enumerate(zip(found, plain, strict=True)):
+        print(f"{i}: {tokens}, {computed}; {of_stock}")
+    print(f"in all: {sum(computed for _, computed in found)}; stock {sum(computed for _, computed in plain)}")
+    for (before, _), (tokens, computed) in pairwise(found):
+        assert computed <= 1.05 * (tokens - before) + BLOCK, "a step computed again what another had computed"
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+
+
+def test_tools_in_another_order_are_reused(ours: Engine) -> None:
+    ours.reset()
+    ours.call(loop, steps()[:1], TOOLS, "structure")
+    [(tokens, computed)] = ours.call(loop, steps()[:1], TOOLS[::-1], "structure")
+    assert computed < 0.4 * tokens
