@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; once that is done, it starts at once.
 #   make demo    serve the demo model and compare stock, cold and warm requests
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
-#   make check   lint and the tests that start no engine: run it before a commit
+#   make check   lint and the tests that start no engine and no server: run it before a commit
 #   make docs    the documentation site, links checked
 #   make models  fetch and convert the pretrained model that tests and evaluation use, once
 #   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it.
@@ -96,7 +96,7 @@ durations: models
 
 check: $(READY)
 	@$(FIRST)
-	$(PYTEST) -m "not engine and not slow"
+	$(PYTEST) -m "not engine and not processes and not slow"
 
 # Where nothing has changed, pytest finds no test to run and says 5.
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 
 from benchmarks.gpu.__main__ import main
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[1]
 PAGE, SECTION = "docs/benchmarks/gpu.md", "Commands"
 RUN = re.compile(r"^    .*?\bpython -m (\S+) (.*?)(?:\s+#.*)?$", re.MULTILINE)

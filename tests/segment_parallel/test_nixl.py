@@ -27,6 +27,8 @@ from vllm_hypic.store.record import ALIGNMENT
 
 from .peers import MIB, NIXL_BYTES, Gated, Outgoing, Owner, Peer, bytes_of, line, name_of, process, until
 
+pytestmark = pytest.mark.processes
+
 A, B, C, D, E = (name_of(i) for i in range(1, 6))
 DATA = bytes_of(A, 100_000)
 LARGE = NIXL_BYTES // 2 + 1

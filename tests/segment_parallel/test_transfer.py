@@ -23,6 +23,8 @@ from vllm_hypic.store.protocol import Verdict
 
 from .peers import LONG_S, MIB, Outgoing, Owner, Throttle, bytes_of, line, name_of, over_both, process, until
 
+pytestmark = pytest.mark.processes
+
 A, B, C = name_of(1), name_of(2), name_of(3)
 DATA = bytes_of(A, 100_000)
 BIG = 64 * MIB

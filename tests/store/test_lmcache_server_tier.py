@@ -18,7 +18,7 @@ from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 from .conftest import WallClock
 from .tier_contract import SurvivesRestart, content, got, put
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 WORKERS = 4
 

@@ -20,7 +20,7 @@ from .awkward_tiers import wait_for
 from .conftest import WallClock
 from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, value
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 L1_BYTES = 64 << 20
 PASSWORD = "open-sesame-7"
