@@ -113,8 +113,7 @@ FIELDS: dict[str, Reasons] = {
     },
     "lora_config": {
         "room for adapters; which one a request has is in its key": (
-            "max_lora_rank max_loras max_cpu_loras target_modules default_mm_loras "
-            "enable_tower_connector_lora max_lora_cls_labels"
+            "max_lora_rank max_loras max_cpu_loras default_mm_loras max_lora_cls_labels"
         ),
         "last bits": (
             "fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras"

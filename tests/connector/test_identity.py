@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import MultiModalConfig, VllmConfig
+from vllm.config import LoRAConfig, MultiModalConfig, VllmConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
@@ -105,7 +105,6 @@ def test_every_field_is_known(part: str) -> None:
         CacheConfig,
         KernelConfig,
         LoadConfig,
-        LoRAConfig,
         MambaConfig,
         ModelConfig,
         ParallelConfig,
@@ -183,6 +182,8 @@ CHANGES = [
     setting("cache_config", "cache_dtype", "fp8"),
     setting("cache_config", "mamba_ssm_cache_dtype", "bfloat16"),
     setting("kernel_config", "moe_backend", "marlin"),
+    setting("vllm_config", "lora_config", LoRAConfig(target_modules=["o_proj"])),
+    setting("vllm_config", "lora_config", LoRAConfig(enable_tower_connector_lora=True)),
     setting("vllm_config", "additional_config", {"platform": 1}),
     setting("vllm_config", "speculative_config", drafts("draft_model")),
     pytest.param(option("dummy_token", 7), id="dummy_token"),

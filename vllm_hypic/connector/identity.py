@@ -148,7 +148,11 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
         "kv_cache_dtype_skip_layers": _unless([]),
         "kv_sharing_fast_prefill": _unless(False),
     },
-    "lora_config": {"lora_dtype": _lora_dtype},
+    "lora_config": {
+        "lora_dtype": _lora_dtype,
+        "target_modules": _unless(None),
+        "enable_tower_connector_lora": _unless(False),
+    },
     "attention_config": {"use_prefill_query_quantization": _unless(False)},
     "mamba_config": {
         "enable_stochastic_rounding": _unless(False),

@@ -34,6 +34,7 @@ from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
+from .adapters import Adapters
 from .explaining import explanation
 from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
@@ -81,6 +82,7 @@ class _HypicMixin(Scheduler):
         self._ending: dict[str, RequestStatus] = {}
         model = self.vllm_config.model_config
         self._media = MediaReader(model)
+        self.adapters = Adapters(self.requests.values, self.hypic.reset)
         self._images: WeakKeyDictionary[Request, list[MultiModalFeatureSpec]] = WeakKeyDictionary()
         """All images of requests whose streams have some of them at most."""
         served = model.served_model_name
@@ -118,6 +120,7 @@ class _HypicMixin(Scheduler):
         name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
         logger.info("hypic: %s may have changed weights: all records are forgotten", name)
         self.hypic.reset(secrets.token_hex(16))
+        self.adapters.forget()
         return True
 
     def _tenant(self, salt: str | None) -> str:
@@ -128,7 +131,13 @@ class _HypicMixin(Scheduler):
         self._ran = True
         if request.request_id not in self.requests and request.prompt_token_ids is not None:
             self._receive(request)
+        self._keep_apart(request)
         super().add_request(request)
+
+    def _keep_apart(self, request: Request) -> None:
+        """Let the request find none of vLLM's blocks that are of its adapter's former weights."""
+        if request.lora_request is not None and (salt := self.adapters.salt(request.lora_request)):
+            _set_salt(request, f"hypic:{self._secret}:adapter:{salt}:{request.cache_salt or ''}")
 
     def _receive(self, request: Request) -> None:
         """Plan a new request and admit it; a command of the cache API goes to its handler."""
@@ -183,7 +192,7 @@ class _HypicMixin(Scheduler):
             token_ids=ids,
             extra_args=None if params is None else params.extra_args,
             salt=request.cache_salt,
-            lora=None if lora is None else f"{lora.lora_name}:{lora.lora_path}",
+            lora=None if lora is None else self.adapters.name(lora),
             media=lambda: self._media.of(request.mm_features, ids),
         )
 
@@ -207,6 +216,7 @@ class _HypicMixin(Scheduler):
         try:
             if (plan := self.hypic.planner.plan(wanted)) is not None:
                 self._set_stream(request, plan)
+            self._keep_apart(request)
             prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
             answer = explanation(wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, uncut=uncut)
         except (LinkError, PromptError) as e:
@@ -385,6 +395,8 @@ class _HypicMixin(Scheduler):
 
     def _free_blocks(self, request: Request) -> None:
         self._prompt_logprobs.forget(request.request_id)
+        if request.lora_request is not None:
+            self.adapters.ended(request.lora_request)
         super()._free_blocks(request)
 
     def update_from_output(
@@ -448,6 +460,11 @@ def _replace_tokens(request: Request, tokens: list[int], salt: str | None) -> No
     request.prompt_token_ids = tokens
     request._all_token_ids[:] = tokens
     request.num_prompt_tokens = len(tokens)
+    _set_salt(request, salt)
+
+
+def _set_salt(request: Request, salt: str | None) -> None:
+    """Give a request that was never scheduled another cache salt."""
     request.cache_salt = salt
     request.block_hashes = []
     request.update_block_hashes()

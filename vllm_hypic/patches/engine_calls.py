@@ -1,13 +1,14 @@
 """Patch: our scheduler hears what workers were called to do, and has them look at their weights anew.
 
-Target: ``collective_rpc`` of ``vllm.v1.engine.core.EngineCore``.
+Target: ``collective_rpc``, ``add_lora`` and ``remove_lora`` of ``vllm.v1.engine.core.EngineCore``.
 Why: that is how weights are changed in a running engine (``reload_weights``, ``update_weights``, methods of a
-trainer), and vLLM tells nobody.  Records of other weights must not be read after it.
+trainer), and those of an adapter; vLLM tells nobody.  Records of other weights must not be read after it.
 Until: vLLM tells KV connectors that weights changed.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .signature import replaces
@@ -26,3 +27,19 @@ def apply() -> None:
             hear = getattr(getattr(self, "scheduler", None), "workers_called", None)
             if hear is not None and hear(method):
                 self.model_executor.collective_rpc("hypic_weights_changed")
+
+    @replaces(EngineCore, EngineCore.add_lora, "self", "lora_request")
+    def add_lora(stock: Any, self: Any, lora_request: Any) -> Any:
+        adapters = getattr(getattr(self, "scheduler", None), "adapters", None)
+        if adapters is None:
+            return stock(self, lora_request)
+        return adapters.load(lora_request, partial(stock, self, lora_request))
+
+    @replaces(EngineCore, EngineCore.remove_lora, "self", "lora_id")
+    def remove_lora(stock: Any, self: Any, lora_id: Any) -> Any:
+        try:
+            return stock(self, lora_id)
+        finally:
+            adapters = getattr(getattr(self, "scheduler", None), "adapters", None)
+            if adapters is not None:
+                adapters.forget(lora_id)

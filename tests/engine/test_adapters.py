@@ -1,0 +1,298 @@
+"""Adapters (LoRA) whose files get other weights under one name and path: no answer is from records of before.
+
+K and V of a model of one attention layer depend on a token alone, so composing is exact.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import random_segments
+
+from . import tiny_models
+from .conftest import EngineFactory, lent
+from .engines import Answer, Ask, Engine, answer_of, prompt, run_apart, same, sampling_params, scheduler_of
+
+LEAD, ONE, TWO, QUERY = random_segments([40, 150, 400, 21], vocab=480, seed=7)
+ASK = Ask(prompt(ONE, TWO, lead=LEAD, query=QUERY))
+ARGS = {"dtype": "float32", "max_num_batched_tokens": 256, "enable_lora": True, "max_loras": 1}
+OLD, NEW = "old", "new"
+IDS = count(1)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as requests name it."""
+
+    path: str
+    id: int = field(default_factory=lambda: next(IDS))
+    in_place: bool = False
+    name: str = "adapter"
+
+    def request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self.name, self.id, self.path, load_inplace=self.in_place)
+
+
+def load(llm: Any, adapter: Adapter) -> None:
+    """As ``/v1/load_lora_adapter`` does it."""
+    assert llm.llm_engine.add_lora(adapter.request())
+
+
+def remove(llm: Any, adapter: Adapter) -> None:
+    assert llm.llm_engine.remove_lora(adapter.id)
+
+
+def answers(llm: Any, adapter: Adapter, *asks: Ask) -> list[Answer]:
+    """The answers of the model with an adapter, one by one."""
+    return [
+        answer_of(
+            llm.generate(
+                [{"prompt_token_ids": list(ask.tokens)}],
+                sampling_params(ask),
+                lora_request=adapter.request(),
+                use_tqdm=False,
+            )[0]
+        )
+        for ask in asks
+    ]
+
+
+@dataclass(frozen=True)
+class Files:
+    """Adapters of two weights; ``path``: where they are served, as they are put there."""
+
+    kinds: Path
+    path: Path
+
+    def put(self, kind: str) -> None:
+        for file in (self.kinds / kind).iterdir():
+            self.path.mkdir(exist_ok=True)
+            shutil.copyfile(file, self.path / file.name)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
+    path = tmp_path_factory.mktemp("adapted")
+    run_apart(tiny_models.save, path, "Qwen3", {"num_hidden_layers": 1}, log=engine_logs / "models.log")
+    return path
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kinds")
+    for seed, kind in enumerate((OLD, NEW)):
+        tiny_models.save_adapter(folder / kind, seed)
+    return folder
+
+
+@pytest.fixture
+def files(kinds: Path, tmp_path: Path) -> Files:
+    found = Files(kinds, tmp_path / "served")
+    found.put(OLD)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(module_engine: EngineFactory, model: Path, kinds: Path) -> dict[str, tuple[Answer, Answer]]:
+    """Cold answers of an engine that knows each adapter under a path of its own: composed, and ordinary."""
+    found = {}
+    with module_engine(model, **ARGS) as engine:
+        for kind in (OLD, NEW):
+            adapter = Adapter(str(kinds / kind), name=kind)
+            composed, plain = engine.call(answers, adapter, ASK, ASK.plain())
+            assert composed.tokens == plain.tokens and composed.cached == 0
+            found[kind] = composed, plain
+    assert found[OLD][0].tokens != found[NEW][0].tokens
+    return found
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"store": {"tiers": [{"type": "disk", "path": str(path), "bytes": 64 << 20}]}}
+
+
+@pytest.fixture(scope="module", params=["pool", "disk"])
+def _engine(
+    request: pytest.FixtureRequest,
+    module_engine: EngineFactory,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Engine:
+    options = disk(tmp_path_factory.mktemp("records")) if request.param == "disk" else {}
+    return module_engine(model, options=options, **ARGS)
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    """An engine without tiers, and one with a disk tier."""
+    yield from lent(_engine)
+
+
+@pytest.fixture
+def check(expected: dict[str, tuple[Answer, Answer]]) -> Any:
+    """Asks twice, and for the ordinary answer; all are those of a cold engine."""
+
+    def asked(engine: Engine, adapter: Adapter, kind: str, reuses: bool = True) -> Answer:
+        cold, warm, plain = engine.call(answers, adapter, ASK, ASK, ASK.plain())
+        composed, ordinary = expected[kind]
+        for found in (cold, warm):
+            assert same(found, composed), f"not the answer of the {kind} weights, {found.cached} cached"
+        assert same(plain, ordinary), f"the ordinary answer is not that of the {kind} weights"
+        assert (warm.cached > 500) == reuses
+        return cold
+
+    return asked
+
+
+WAYS = ["in-place", "in-place-by-requests", "another-id", "removed", "by-requests-alone"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_loaded_again(engine: Engine, files: Files, check: Any, way: str) -> None:
+    adapter = Adapter(str(files.path))
+    if way != "by-requests-alone":
+        engine.call(load, adapter)
+    check(engine, adapter, OLD)
+    files.put(NEW)
+    match way:
+        case "in-place":
+            engine.call(load, replace(adapter, in_place=True))
+        case "in-place-by-requests":
+            adapter = replace(adapter, in_place=True)
+        case "another-id":  # what a server does that unloads and loads
+            adapter = Adapter(str(files.path))
+            engine.call(load, adapter)
+        case "removed":
+            engine.call(remove, adapter)
+            engine.call(load, adapter)
+        case "by-requests-alone":
+            adapter = Adapter(str(files.path))
+    assert check(engine, adapter, NEW).cached == 0
+    files.put(OLD)
+    engine.call(load, again := replace(adapter, in_place=True))
+    check(engine, again, OLD)
+
+
+def test_weights_that_changed_between_two_starts(
+    start_engine: EngineFactory, model: Path, tmp_path: Path, files: Files, check: Any
+) -> None:
+    """Records on disk are found again by what the adapter's files hold, not where it stands."""
+    options, adapter = disk(tmp_path / "records"), Adapter(str(files.path))
+    for kind, cached in ((OLD, False), (NEW, False), (OLD, True)):
+        files.put(kind)
+        with start_engine(model, options=options, **ARGS) as engine:
+            assert (check(engine, adapter, kind).cached > 500) == cached
+    moved = Adapter(str(files.kinds / OLD), name="moved")
+    with start_engine(model, options=options, **ARGS) as engine:
+        assert check(engine, moved, OLD).cached > 500
+
+
+def change_amid(llm: Any, adapter: Adapter, files: Files, kind: str, loads: bool) -> None:
+    """Put other weights in place while a request's segment is half computed."""
+    engine, scheduler = llm.llm_engine, scheduler_of(llm)
+    entry = {"prompt_token_ids": list(ASK.tokens)}
+    engine.add_request("amid", entry, sampling_params(ASK), lora_request=adapter.request())
+    while not any(
+        0 < r.num_computed_tokens < r.num_prompt_tokens and scheduler.hypic.is_internal(r.request_id)
+        for r in scheduler.running
+    ):
+        engine.step()
+    files.put(kind)
+    if loads:
+        load(llm, replace(adapter, in_place=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["loaded", "read-again"])
+def test_a_request_that_is_under_way_leaves_nothing_to_others(
+    engine: Engine, files: Files, check: Any, loads: bool
+) -> None:
+    """Some of its records, and of its blocks in vLLM's cache, are of both weights."""
+    adapter = Adapter(str(files.path), in_place=not loads)
+    engine.call(load, adapter)
+    engine.call(change_amid, adapter, files, NEW, loads)
+    adapter = replace(adapter, in_place=True)
+    for kind in (NEW, OLD) if loads else (OLD, NEW):
+        files.put(kind)
+        engine.call(load, adapter)
+        assert check(engine, adapter, kind).cached == 0
+
+
+def test_files_that_changed_under_a_loaded_adapter(engine: Engine, files: Files, check: Any) -> None:
+    """vLLM goes on with the weights that it has, until it gives the adapter's place to another and loads the
+    files again, without a word: none of its records are shared."""
+    adapter, other = Adapter(str(files.path)), Adapter(str(files.kinds / NEW), name="other")
+    engine.call(load, adapter)
+    check(engine, adapter, OLD)
+    files.put(NEW)
+    check(engine, adapter, OLD, reuses=False)
+    check(engine, other, NEW)
+    found = engine.call(answers, adapter, ASK, ASK)
+    (expected,) = engine.call(answers, other, ASK)
+    assert all(same(one, expected) and not one.cached for one in found), "vLLM has loaded it again"
+    files.put(OLD)
+    engine.call(load, replace(adapter, in_place=True))
+    check(engine, adapter, OLD)
+
+
+def failed(llm: Any, adapter: Adapter) -> str:
+    """What loading raises."""
+    try:
+        load(llm, adapter)
+    except Exception as e:
+        return str(e)
+    return ""
+
+
+def test_loading_that_fails(engine: Engine, files: Files, check: Any) -> None:
+    """vLLM has the former weights still."""
+    adapter = Adapter(str(files.path))
+    engine.call(load, adapter)
+    check(engine, adapter, OLD)
+    (files.path / "adapter_model.safetensors").write_bytes(b"nothing")
+    assert engine.call(failed, replace(adapter, in_place=True))
+    check(engine, adapter, OLD, reuses=False)
+    files.put(NEW)
+    engine.call(load, replace(adapter, in_place=True))
+    check(engine, adapter, NEW)
+
+
+def test_files_that_are_gone_change_nothing(engine: Engine, files: Files, check: Any) -> None:
+    adapter = Adapter(str(files.path))
+    engine.call(load, adapter)
+    check(engine, adapter, OLD)
+    shutil.rmtree(files.path)
+    assert check(engine, adapter, OLD).cached > 500
+
+
+def test_files_that_cannot_be_read(engine: Engine, files: Files, check: Any) -> None:
+    """Records of weights that nobody knows are not shared."""
+    (files.path / "adapter_model.bin").mkdir()  # vLLM takes the file of safetensors
+    adapter = Adapter(str(files.path))
+    engine.call(load, adapter)
+    check(engine, adapter, OLD, reuses=False)
+    (files.path / "adapter_model.bin").rmdir()
+    engine.call(load, again := replace(adapter, in_place=True))
+    assert check(engine, again, OLD).cached == 0
+
+
+def test_two_adapters_under_one_id(engine: Engine, files: Files, check: Any) -> None:
+    """Several API servers count ids each for itself, and vLLM takes what it has loaded under the id."""
+    one, other = Adapter(str(files.path)), Adapter(str(files.kinds / NEW))
+    confused = replace(other, id=one.id, name="confused")
+    check(engine, one, OLD)
+    cold, warm = engine.call(answers, confused, ASK, ASK)
+    assert not cold.cached and not warm.cached
+    check(engine, other, NEW)
+    engine.call(answers, confused, ASK)
+    engine.call(answers, one, ASK)
+    check(engine, Adapter(str(files.path), name="anew"), OLD)
+    check(engine, Adapter(str(files.kinds / NEW), name="anew"), NEW)
