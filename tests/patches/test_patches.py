@@ -19,13 +19,14 @@ from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_con
 from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
 from vllm_hypic.patches import all_stages, cpu_numba_threads, cpu_one_token_conv, cpu_rope_heads
 from vllm_hypic.patches import cuda_backend_choice, engine_args, engine_calls, engine_inbox, engine_stop
-from vllm_hypic.patches import cpu_draft_sampling, null_prompt_logprobs, request_check
+from vllm_hypic.patches import cpu_draft_sampling, harmony_prompts, null_prompt_logprobs, request_check
 plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_numba_threads,
          cpu_one_token_conv,
          cuda_backend_choice, cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence,
          cpu_mla_blocks, bailing_config, cpu_bailing_norms, cpu_bailing_recurrence,
          cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_calls, engine_inbox,
-         engine_stop, cpu_draft_sampling, null_prompt_logprobs, request_check, all_stages)
+         engine_stop, cpu_draft_sampling, harmony_prompts, null_prompt_logprobs, request_check,
+         all_stages)
 for patch in 2 * plain:
     patch.apply()
 

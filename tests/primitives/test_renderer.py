@@ -63,7 +63,8 @@ def alone(stock, text: str) -> list[int]:
 def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
     assert type(renderer) is HypicRenderer and HypicRenderer.__bases__ == (HfRenderer,)
     own = {name for name, value in vars(HypicRenderer).items() if callable(value)}
-    assert own == {"render_messages", "render_messages_async", "_process_tokens", "_process_tokens_async"}
+    carrying = {"render_messages", "render_messages_async", "_process_tokens", "_process_tokens_async"}
+    assert own == {"__init__", *carrying}
 
 
 def test_prompt_strings(renderer, stock):

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.renderers.hf import HfRenderer
 
+from ..patches import harmony_prompts
 from ..primitives.structure import Chat
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.renderers.params import ChatParams
 
 CHAT = "hypic_chat"
@@ -21,7 +23,15 @@ CHAT = "hypic_chat"
 
 
 class HypicRenderer(HfRenderer):
-    """Overrides where messages become a prompt, and where a prompt becomes the engine's input."""
+    """Overrides where messages become a prompt, and where a prompt becomes the engine's input.
+
+    Chats of gpt-oss pass it by, so they are patched once it is made.
+    """
+
+    def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
+        super().__init__(config, tokenizer)
+        if config.model_config.hf_config.model_type == "gpt_oss":
+            harmony_prompts.apply()
 
     def render_messages(self, messages: Any, params: ChatParams) -> Any:
         messages = _read(messages)

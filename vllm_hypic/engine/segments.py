@@ -98,11 +98,13 @@ class PromptSegments:
         if mode != "structure":
             return self._segmenter.find(ids, mode)
         chat = prompt.get(CHAT) if isinstance(prompt, Mapping) else None
-        rendered = prompt.get("prompt") if chat else None
-        if chat is None or not isinstance(rendered, str):
+        if chat is None:
             return self._segmenter.find(ids, "text")
-        text = rendered.encode(errors="surrogatepass")
-        starts: Any = self._vocabulary.lengths.starts(ids, len(text))
+        text = b""
+        starts: Any = None
+        if isinstance(rendered := prompt.get("prompt"), str):  # else it was tokenised as it was written
+            text = rendered.encode(errors="surrogatepass")
+            starts = self._vocabulary.lengths.starts(ids, len(text))
         if starts is None:
             texts = [token.encode() for token in self._vocabulary.texts.of(ids)]
             text, starts = b"".join(texts), [0, *accumulate(map(len, texts))]

@@ -169,7 +169,7 @@ class HypicTokenizer(_Base):
         Special tokens that ``add_special_tokens`` asks for stand once, around the whole.  Truncation
         and padding apply to the whole.
         """
-        if not self._has_primitives((text, text_pair, args, kwargs)) or kwargs.get(
+        if not self.has_primitives((text, text_pair, args, kwargs)) or kwargs.get(
             "split_special_tokens", self.split_special_tokens
         ):
             return self._own.__call__(text, text_pair, *args, **kwargs)
@@ -210,7 +210,7 @@ class HypicTokenizer(_Base):
 
     def encode(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> list[int]:
         """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
-        if not self._has_primitives((text, text_pair)):
+        if not self.has_primitives((text, text_pair)):
             return self._own.encode(text, text_pair, *args, **kwargs)
         bound = _ENCODE.bind(None, text, text_pair, *args, **kwargs).arguments
         bound.pop("self")
@@ -221,7 +221,7 @@ class HypicTokenizer(_Base):
         self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any
     ) -> list[str]:
         """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
-        if not self._has_primitives((text, pair)):
+        if not self.has_primitives((text, pair)):
             if isinstance(self, PythonBackend):  # takes neither of the two
                 return self._own.tokenize(text, **kwargs)
             return self._own.tokenize(text, pair, add_special_tokens=add_special_tokens, **kwargs)
@@ -245,27 +245,32 @@ class HypicTokenizer(_Base):
                 texts.append(super().decode(part, skip_special_tokens=skip_special_tokens, **kwargs))
         return "".join(texts)
 
-    def _has_primitives(self, value: Any) -> bool:
+    def has_primitives(self, value: Any) -> bool:
+        """Whether something stands for primitives or tokens in the text, or texts, that ``value`` holds."""
         if isinstance(value, str):
             literal = self.hypic_texts.literal
             return has_forms(value, literal=literal) or (not literal and self.hypic_texts.contains(value))
         if isinstance(value, dict):
-            return any(self._has_primitives(v) for v in value.values())
+            return any(self.has_primitives(v) for v in chain(value, value.values()))
         # Lists of ids (a slow tokenizer takes them) are told by their first element: no scan.
         if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], int)):
-            return any(self._has_primitives(v) for v in value)
+            return any(self.has_primitives(v) for v in value)
         return False
+
+    def pieces_of(self, text: str) -> list[str | Marker | WrittenTokens]:
+        """``text``, cut at what stands for primitives and tokens; each text among them is tokenised alone."""
+        literal = self.hypic_texts.literal
+        return [
+            piece
+            for part in ([text] if literal else split_text(text, self.hypic_texts))
+            for piece in ([part] if isinstance(part, Marker) else split_forms(part, literal=literal))
+        ]
 
     def _encode_pieces(
         self, text: str, add_special_tokens: bool, keep: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Tokenise one text piece by piece; ``keep`` is the length to truncate to, if any."""
-        literal = self.hypic_texts.literal
-        parts = [
-            piece
-            for part in ([text] if literal else split_text(text, self.hypic_texts))
-            for piece in ([part] if isinstance(part, Marker) else split_forms(part, literal=literal))
-        ]
+        parts = self.pieces_of(text)
         pieces = [part for part in parts if isinstance(part, str)]
         # One call for all: a fast tokenizer takes the pieces of a batch in parallel, each as if alone.
         # The probe shows which keys there are, also in a text of primitives only.

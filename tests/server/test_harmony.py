@@ -1,0 +1,290 @@
+"""gpt-oss, whose chats harmony writes: cut at separators and by structure, and all else as harmony has it.
+
+Prompts without separators are what harmony itself makes of the same messages, which it does in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from one_process import ONE_PROCESS
+from openai_harmony import Message, Role, TextContent
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.parser import harmony_utils
+from vllm.exceptions import VLLMValidationError
+
+from vllm_hypic.cache_api.client import SegmentCache
+from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.engine.tokenizer import TOKENS_ENV
+from vllm_hypic.harness.serving import Server
+from vllm_hypic.suggest.prompts import FrontEnd
+
+from . import harmony_model
+from .conftest import CACHE_API, ENV
+from .test_explain import check_whole, explained, segments
+
+pytestmark = pytest.mark.timeout(600)
+SEP, SEP_PART = "<|hypic_sep|>", {"type": "hypic_sep"}
+SEP_ID = harmony_model.NAMED
+"""The first id behind those of the tokenizer."""
+DATE = "2026-01-02"
+WORDS = ["river", "stone", "winter", "garden", "paper", "window", "silver", "music", "bridge", "market"]
+TOKENS = 150
+"""Of a document."""
+REUSED = TOKENS - 2 * 8 - 1
+"""Of these come from its record: a seam has 8, and a found document's last token belongs to what follows."""
+SYSTEM, QUESTION = "You answer from documents.", "Which of them is the longest?"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harmony_model.save(tmp_path_factory.mktemp("harmony") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with Server(
+        model,
+        *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "128M"),
+        *("--max-model-len", "4096", "--enable-prompt-tokens-details", "--no-enable-prefix-caching"),
+        env=ENV | CACHE_API | ONE_PROCESS | {"VLLM_SYSTEM_START_DATE": DATE},
+        log=model.parent / "server.log",
+    ) as running:
+        yield running
+        assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+
+
+def document(seed: object) -> str:
+    rng = random.Random(f"harmony {seed}")
+    return "The" + "".join(f" {rng.choice(WORDS)}" for _ in range(TOKENS - 2)) + "."
+
+
+def documents(seed: object, n: int = 3) -> list[str]:
+    return [document((seed, i)) for i in range(n)]
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def chat(*contents: Any, system: str = SYSTEM, **body: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": content} for content in contents]
+    return {"messages": [{"role": "system", "content": system}, *said], **body}
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(server.url + path, json={"temperature": 0, **body}, timeout=120)
+
+
+def answered(server: Server, body: dict[str, Any]) -> tuple[list[int], int]:
+    """The prompt of a chat, and how much of it came from records."""
+    answer = post(server, "/v1/chat/completions", {"max_tokens": 4, "return_token_ids": True, **body})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["prompt_token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def responded(server: Server, body: dict[str, Any], **more: Any) -> tuple[int, int]:
+    """The length of a response's prompt, and how much of it came from records."""
+    asked = {"input": body["messages"], "max_output_tokens": 4, "vllm_xargs": body.get("vllm_xargs"), **more}
+    answer = post(server, "/v1/responses", asked)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+
+
+def of_harmony(*pieces: Sequence[str], system: str = SYSTEM) -> list[int]:
+    """What harmony makes of a system text and messages of a user, with a text for each part."""
+    before = harmony_utils.get_system_message(start_date=DATE), harmony_utils.get_developer_message(system)
+    said = [Message.from_role_and_contents(Role.USER, [TextContent(text=p) for p in one]) for one in pieces]
+    return harmony_utils.render_for_completion([*before, *said])
+
+
+def without(prompt: Sequence[int]) -> list[int]:
+    return [token for token in prompt if token != SEP_ID]
+
+
+def requests(server: Server) -> float:
+    return server.metrics()["vllm:hypic_requests_total"]
+
+
+@pytest.mark.engine
+def test_separators_cut_chats_and_responses(server: Server) -> None:
+    """In texts and as parts; explained as they are computed."""
+    found, before = documents("cut"), requests(server)
+    joined = SEP.join(["", *found, QUESTION])
+    said = [SEP_PART, *chain.from_iterable((part(text), SEP_PART) for text in found), part(QUESTION)]
+    for i, body in enumerate((chat(joined), chat(said))):
+        prompt, cached = answered(server, body)
+        assert without(prompt) == of_harmony([*found, QUESTION])
+        assert prompt.count(SEP_ID) == len(found) + 1 and (cached >= 3 * REUSED) == (i > 0)
+        about = explained(server, body)
+        check_whole(about, prompt)
+        assert [p["kind"] for p in segments(about)] == ["leading", *["segment"] * 3]
+        assert answered(server, body) == (prompt, about["tokens_reused"])
+        template = {"reasoning_effort": "high"}
+        asked = {"messages": body["messages"], "chat_template_kwargs": template}
+        assert post(server, "/tokenize", asked).json()["tokens"] == answered(server, body | template)[0]
+    moved = chat(SEP.join(["", *reversed(found), QUESTION]))
+    assert responded(server, moved) == (len(prompt), about["tokens_reused"])
+    assert requests(server) == before + 7
+
+
+@pytest.mark.engine
+def test_separators_cut_wherever_texts_stand(server: Server) -> None:
+    """Of several parts, turns and tools, each keeps the tokens that harmony gives it."""
+    first, second, third = documents("places")
+    bodies = {
+        "parts beside": (
+            chat([part("One "), part(f" two{SEP}{first}"), part("three")]),
+            of_harmony(["One ", " two", first, "three"]),
+        ),
+        "turns": (chat(f"{first}{SEP}{second}", QUESTION), of_harmony([first, second], [QUESTION])),
+    }
+    for name, (body, plain) in bodies.items():
+        prompt, _ = answered(server, body)
+        assert without(prompt) == plain and prompt.count(SEP_ID) == 1, name
+    tool = {"name": "look", "description": f"Looks.{SEP}{third}", "parameters": {"type": "object"}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": f"{SEP}{second}{SEP}"},
+    ]
+    body = chat(QUESTION, system=f"{SYSTEM}{SEP}{first}", tools=[{"type": "function", "function": tool}])
+    body["messages"] += turns
+    prompt, _ = answered(server, body)
+    assert post(server, "/tokenize", body).json()["tokens"] == prompt
+    encode = harmony_model.encoding().encode
+    runs = [list(run) for run in split(prompt)]
+    # Behind the first two harmony's own text goes on.
+    alike = [
+        run[: TOKENS - 1] == encode(text)[:-1]
+        for run, text in zip(runs[1:4], (first, third, second), strict=True)
+    ]
+    assert all(alike) and runs[3] == encode(second)
+    shown = "".join(run["text"] for p in explained(server, body)["parts"] for run in p["runs"])
+    assert shown.count(SEP) == len(runs) - 1 == 4
+    asked = [*body["messages"][:2], {**call["function"], "type": "function_call", "call_id": "1"}]
+    asked.append({"type": "function_call_output", "call_id": "1", "output": turns[1]["content"]})
+    tools = [{"type": "function", **tool}]
+    length, cached = responded(server, {"messages": asked}, tools=tools)
+    assert length == len(prompt) and cached == explained(server, body)["tokens_reused"] > 3 * REUSED - 8
+
+
+def split(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    places = [-1, *(i for i, token in enumerate(ids) if token == SEP_ID)]
+    for start, stop in zip_longest(places, places[1:]):
+        yield ids[start + 1 : stop]
+
+
+@pytest.mark.engine
+def test_compiled_segments_serve_chats(server: Server) -> None:
+    text = document("compiled")
+    with SegmentCache(server.url, timeout_s=120) as cache:
+        lead = cache.compile(message={"role": "system", "content": f"{SYSTEM} {document('lead')}"})
+        segment = cache.compile(text)
+    body = chat(f"{segment.form}{QUESTION}", system=lead.form)
+    prompt, cached = answered(server, body)
+    whole = of_harmony(["", text, QUESTION], system=f"{SYSTEM} {document('lead')}")
+    assert without(prompt) == whole
+    assert cached == lead.tokens + segment.tokens - 2 * 8
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("mode", ["structure", "text"])
+def test_modes_find_segments(server: Server, mode: str) -> None:
+    """Separators come first in each mode."""
+    found, extra = documents(mode), {"vllm_xargs": {"hypic_segment": mode}}
+    if mode == "structure":
+        pieces = [*found, QUESTION]
+        body, moved = (
+            chat([part(p) for p in order], **extra) for order in (pieces, [*found[::-1], QUESTION])
+        )
+    else:
+        pieces = ["\n\n".join([*found, QUESTION])]
+        body, moved = (chat("\n\n".join([*order, QUESTION]), **extra) for order in (found, found[::-1]))
+    prompt, cached = answered(server, body)
+    assert prompt == of_harmony(pieces) and cached < REUSED
+    about = explained(server, moved)
+    assert (
+        about["mode"] == mode and about["tokens_reused"] >= 3 * REUSED and about["pieces"]["pieces_cut"] == 3
+    )
+    assert answered(server, moved)[1] == about["tokens_reused"]
+    assert responded(server, as_input(moved)) == (len(prompt), about["tokens_reused"])
+    separated = chat(SEP.join(["", *found, QUESTION]), **extra)
+    about = explained(server, separated)
+    assert about["mode"] == "separators" and [p["kind"] for p in segments(about)].count("segment") == 3
+    assert answered(server, separated)[0].count(SEP_ID) == 4
+
+
+@pytest.mark.engine
+def test_tools_are_pieces(server: Server) -> None:
+    def tool(i: int) -> dict[str, Any]:
+        return {"name": f"tool{i}", "description": document(("tool", i)), "parameters": {"type": "object"}}
+
+    tools = [tool(i) for i in range(3)]
+    extra = {"hypic_segment": "structure"}
+    asked = [
+        chat(QUESTION, tools=[{"type": "function", "function": t} for t in order])
+        for order in (tools, tools[::-1])
+    ]
+    prompt, cached = answered(server, {**asked[0], "vllm_xargs": extra})
+    about = explained(server, {**asked[1], "vllm_xargs": extra})
+    assert cached < REUSED and about["tokens_reused"] >= 3 * REUSED
+    flat = [{"type": "function", **t} for t in reversed(tools)]
+    body = {**asked[1], "vllm_xargs": extra}
+    assert responded(server, body, tools=flat) == (len(prompt), about["tokens_reused"])
+
+
+def as_input(body: dict[str, Any]) -> dict[str, Any]:
+    """The messages as items of the Responses API."""
+    text = json.dumps(body).replace('"type": "text"', '"type": "input_text"')
+    return json.loads(text)
+
+
+@pytest.mark.engine
+def test_what_cannot_be_is_refused(server: Server) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": f"look{SEP}", "arguments": "{}"}}
+    called = chat(QUESTION)
+    called["messages"].append({"role": "assistant", "content": None, "tool_calls": [call]})
+    earlier = [{"author": {"role": "user"}, "content": [SEP_PART, part("x")]}]
+    message = {"role": "user", "content": QUESTION}
+    with_id = {"input": [{"role": "user", "content": f"<|hypic_segment:abc|>{QUESTION}"}]}
+    for path, body, reason in (
+        ("/v1/chat/completions", called, "may stand in contents, not in names"),
+        ("/v1/hypic/explain", called, "may stand in contents, not in names"),
+        ("/v1/responses", {"input": [message], "previous_input_messages": earlier}, "'hypic_sep'"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [SEP_PART]}]}, "hypic_sep"),
+        ("/v1/responses", with_id, "segment id 'abc' is not known here"),
+    ):
+        refused = post(server, path, body)
+        assert refused.status_code == 400 and reason in refused.text, (path, refused.text)
+
+
+def test_front_ends_without_the_cache_api(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They know no parts, and where text is literal no texts of separators.  What has another tokenizer stays
+    as vLLM has it."""
+    monkeypatch.setenv("VLLM_SYSTEM_START_DATE", DATE)
+    monkeypatch.setenv(TOKENS_ENV, "")  # which the front end sets
+    text = f"{document('literal')}{SEP}{QUESTION}"
+    with FrontEnd(model, HypicConfig.from_mapping({"tokens": {"literal": True}}), None, {}) as front_end:
+
+        def prompt(content: Any) -> list[int]:
+            request = ChatCompletionRequest.model_validate(chat(content))
+            _, [found] = front_end._runner.run(front_end._online.render_chat(request))
+            return found["prompt_token_ids"]
+
+        assert prompt(text) == of_harmony([text])
+        sealed = prompt(text.replace(SEP, front_end.tokenizer.prompt_texts.sep))
+        assert sealed.count(SEP_ID) == 1 and without(sealed) == of_harmony(text.split(SEP))
+        with pytest.raises(VLLMValidationError, match=r"part \{'type': 'hypic_sep'\}: expected text"):
+            prompt([SEP_PART, part("x")])
+        front_end._renderer.tokenizer = front_end.tokenizer._hypic_plain
+        assert prompt([SEP_PART, part(text)]) == of_harmony(["", text])

@@ -1,0 +1,118 @@
+"""Prompts of gpt-oss, whose chats vLLM has the package ``openai_harmony`` write and tokenise.
+
+Harmony knows nothing of the model's tokenizer, so primitives are put into what harmony has made.  Contents
+without primitives keep their tokens; of other contents each piece has the tokens that harmony gives it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from openai_harmony import DeveloperContent, Message, SystemContent, TextContent
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.parser.harmony_utils import auto_drop_analysis_messages, get_encoding
+
+from ..primitives.parts import parts_of
+from ..primitives.structure import Chat
+from ..primitives.tokens import Marker
+from .front_end import RequestRefused
+
+if TYPE_CHECKING:
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
+
+    from .tokenizer import HypicTokenizer
+
+
+def refuse_parts(messages: object) -> None:
+    """Raise :class:`.front_end.RequestRefused` for parts of ours, which vLLM would read as empty texts."""
+    if (part := next(parts_of(messages), None)) is not None:
+        raise RequestRefused(
+            f"part {dict(part)!r:.200}: expected text; such parts may stand in messages of "
+            "/v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
+        )
+
+
+def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) -> list[int]:
+    """``ids``, which harmony made of ``messages``, with primitives and written tokens for their texts.
+
+    Raises :class:`.front_end.RequestRefused` where these texts stand outside of contents, and ``ValueError``
+    for segment ids.
+    """
+    if not tokenizer.has_primitives([message.to_dict() for message in messages]):
+        return ids
+    encode = partial(get_encoding().encode, disallowed_special=())
+    shown = auto_drop_analysis_messages(list(messages))
+    found: list[int] = []
+    after = 0
+    for message, (start, stop) in zip(shown, _contents(ids, len(shown)), strict=True):
+        header = {name: value for name, value in message.to_dict().items() if name != "content"}
+        if tokenizer.has_primitives(header):
+            raise RequestRefused(
+                f"message {header!r:.200}: separators, other primitives and segment ids may stand in "
+                "contents, not in names"
+            )
+        text = get_encoding().decode(ids[start:stop])
+        if tokenizer.has_primitives(text):
+            parts = [content.text for content in message.content if isinstance(content, TextContent)]
+            parts = parts or [text]  # instructions and tools are one text
+            if "".join(parts) != text:
+                raise RequestRefused("harmony writes another text than contents of messages are")
+            found += ids[after:start]
+            for piece in (piece for part in parts for piece in tokenizer.pieces_of(part)):
+                if isinstance(piece, str):
+                    found += encode(piece)
+                else:
+                    found += [tokenizer.hypic_ids[piece]] if isinstance(piece, Marker) else piece.ids
+            after = stop
+    return found + ids[after:]
+
+
+def _contents(ids: list[int], n_messages: int) -> Iterator[tuple[int, int]]:
+    """Where the content of each message stands: between two special tokens."""
+    harmony = get_encoding()
+    [before] = harmony.encode("<|message|>", allowed_special="all")
+    if ids.count(before) != n_messages:
+        raise RequestRefused(f"harmony writes {n_messages} messages as {ids.count(before)}")
+    stop = 0
+    for _ in range(n_messages):
+        start = stop = ids.index(before, stop) + 1
+        while not harmony.is_special_token(ids[stop]):
+            stop += 1
+        yield start, stop
+
+
+def chat_of(request: ChatCompletionRequest, *, with_tools: bool) -> Chat:
+    """What harmony was asked to write."""
+    tools = request.tools if with_tools else None
+    return Chat(request.messages, [tool.model_dump() for tool in tools or ()])
+
+
+def chat_in(messages: Sequence[Message]) -> Chat:
+    """What ``messages`` were made of, without what harmony itself says."""
+    tools: list[dict[str, Any]] = []
+    said: list[dict[str, Any]] = []
+    for message in messages:
+        texts: list[str] = []
+        for content in message.content:
+            if isinstance(content, TextContent):
+                texts.append(content.text)
+            elif isinstance(content, SystemContent):
+                own = SystemContent.new().model_identity or ""
+                texts.append((content.model_identity or "").removeprefix(own))
+            elif isinstance(content, DeveloperContent):
+                texts.append(content.instructions or "")
+                spaces = (content.tools or {}).values()
+                tools += [tool.model_dump() for space in spaces for tool in space.tools]
+        said.append({"role": message.author.role.value, "content": [text for text in texts if text]})
+    return Chat(said, tools)
+
+
+def as_chat(request: TokenizeChatRequest) -> ChatCompletionRequest:
+    """The chat request whose prompt is asked for."""
+    return ChatCompletionRequest(
+        messages=request.messages,
+        tools=request.tools,
+        reasoning_effort=(request.chat_template_kwargs or {}).get("reasoning_effort"),
+    )
