@@ -70,7 +70,7 @@ def test_a_running_request_ends_with_its_records_and_a_new_one_gets_others() -> 
     new = admit(on, "new", 0, 1)
     assert not set(old) & set(new)
     assert computed(on) == [True, True], "records of the new weights are stored"
-    assert on.ready("old") and on.ready("new") and on.hit_tokens("new") == 0
+    assert on.ready("old") and on.ready("new") and on.hits("new").total() == 0
     on.finished("old", completed=True)
     assert all(on.directory.lookup(key) is Lookup.MISS for key in old), "nobody can want them"
     on.finished("new", completed=True)

@@ -71,7 +71,7 @@ def test_a_context_is_computed_once_for_all_prompts() -> None:
     other = started(on, "other", [*LEAD[5:], IDS.sep, *DOCUMENT[::-1], IDS.sep, *QUERY])
     assert sorted(r.token_ids[0] for r in other) == sorted([LEAD[5], DOCUMENT[-1]])
     assert on.ready(by_tokens(other)[DOCUMENT[-1]].request_id), "its context is here"
-    assert started(on, "warm") == [] and on.hit_tokens("warm") == len(LEAD) + len(DOCUMENT) - 6
+    assert started(on, "warm") == [] and on.hits("warm").total() == len(LEAD) + len(DOCUMENT) - 6
 
 
 def test_the_prompts_own_leading_segment_as_context() -> None:

@@ -98,7 +98,7 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     say(on, missed=(places[1].serial,))
     (job,) = on.pump()
     assert job.token_ids == DOCUMENTS[1] and job.for_request == "r"
-    assert on.hit_tokens("r") == 40
+    assert on.hits("r").total() == 40
     [plan] = on.views.captures(job.request_id)
     assert plan.stored is not None and plan.stored.key == second
     on.finished(job.request_id, completed=True)
@@ -149,7 +149,7 @@ def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
     merged = one.aggregate(other)
     assert isinstance(merged, WorkerReport)
     on.absorb(merged)
-    assert len(on.pump()) == 1 and on.hit_tokens("r") == 0
+    assert len(on.pump()) == 1 and on.hits("r").total() == 0
 
 
 def test_a_record_is_in_the_store_when_all_ranks_have_handed_it_over() -> None:

@@ -65,7 +65,7 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     assert not on.ready("r")
     say(on, taken=(place.serial,))
     assert on.ready("r") and not on.awaits_records and on.pump() == []
-    assert on.hit_tokens("r") == 40, "what another instance computed was not computed here"
+    assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
     counters = on.take_counters()
     assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
     on.finished("r", completed=True)
@@ -100,7 +100,7 @@ def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None
     assert unawaited(step(on)) == [two.serial] and unawaited(step(on)) == [], "told once"
     say(on, missed=(two.serial,))
     (other,) = on.pump()
-    assert other.token_ids == DOCUMENTS[1] and on.hit_tokens("r") == 0
+    assert other.token_ids == DOCUMENTS[1] and on.hits("r").total() == 0
     for job_id in (job.request_id, other.request_id):
         on.finished(job_id, completed=True)
     assert on.ready("r") and on.take_counters().segments_unlanded == 2
@@ -198,7 +198,7 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     assert one.key == first and other.key == second
     assert on.awaits_records
     say(on, taken=(one.serial, other.serial))
-    assert on.ready("r") and on.hit_tokens("r") == 80
+    assert on.ready("r") and on.hits("r").total() == 80
     counters = on.take_counters()
     assert (counters.segments_loaded, counters.segments_landed) == (1, 1)
 

@@ -39,11 +39,14 @@ from .explaining import explanation
 from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
 from .instance import RoutedInstance
+from .kv_events import PlainEvents
 from .media import MediaReader, in_stream, moved
+from .prompt_counts import PromptCounts
 from .prompt_logprobs import PromptLogprobs
 from .weight_changes import may_change_weights
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import EventPublisher
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
@@ -55,6 +58,7 @@ class _HypicMixin(Scheduler):
     """Adds segment requests, waiting for records and warm-up prompts to a vLLM scheduler."""
 
     need_mamba_block_aligned_split: bool
+    kv_event_publisher: EventPublisher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,6 +82,8 @@ class _HypicMixin(Scheduler):
             self.defer_block_free = False
         # In every cache salt of ours, so that no client can name one and read another's blocks.
         self._secret = secrets.token_hex(16)
+        self._events = PlainEvents(self.kv_event_publisher)
+        self.kv_event_publisher = self._events
         # Requests that are over as soon as their records are resident, and how they end.
         self._ending: dict[str, RequestStatus] = {}
         model = self.vllm_config.model_config
@@ -104,6 +110,7 @@ class _HypicMixin(Scheduler):
         )
         self._commands.start()
         self._prompt_logprobs = PromptLogprobs(self.hypic.planner.ids)
+        self._counts = PromptCounts(self.hypic, alone=not self._has_others)
         self._idle_wait = IdleWait()
         self._ran = True
         """Something ran in the last step, or has come in since."""
@@ -175,6 +182,7 @@ class _HypicMixin(Scheduler):
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
             self._look_for_reasoning(request)
+            self._counts.expect(request.request_id, len(wanted.token_ids))
             self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             self._adopt(request, plan, transfer, mode)
 
@@ -256,6 +264,8 @@ class _HypicMixin(Scheduler):
             # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect.
             request.skip_reading_prefix_cache = False
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
+        if salt != request.cache_salt:
+            self._events.hide(request)  # its tokens begin no prompt, or nobody finds their blocks
         # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
         stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
         if request.mm_features:
@@ -285,10 +295,12 @@ class _HypicMixin(Scheduler):
                 continue
             answer = self._commands.take_answer(request_id)
             nulls = self._prompt_logprobs.of_prompt(request_id, None)
+            completed = status is RequestStatus.FINISHED_STOPPED
+            counted = self._counts.end_unrun(request_id) if completed else None
             if self.finish_requests(request_id, status):
                 reason = request.get_finished_reason()
                 output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=answer)
-                output.new_prompt_logprobs_tensors = nulls
+                output.new_prompt_logprobs_tensors, output.prefill_stats = nulls, counted
                 finished.append((output, request.client_index))
         return finished
 
@@ -304,6 +316,7 @@ class _HypicMixin(Scheduler):
             _replace_tokens(self.requests[request_id], list(plan.stream), self._unshared_salt(request_id))
         self._raise(self.hypic.admission.take_raised())
         output = super().schedule(*args, **kwargs)
+        self._counts.scheduled(output, self.requests, self.kv_cache_manager.prefix_cache_lookup_enabled)
         self._instance.publish(self._unprefilled_tokens())
         self._ran = bool(output.total_num_scheduled_tokens)
         return output
@@ -321,7 +334,7 @@ class _HypicMixin(Scheduler):
     def _segment_request(self, segment: SegmentRequest) -> Request:
         owner = self.requests[segment.for_request]
         images = {feature.identifier: feature for feature in self._images.get(owner, ())}
-        return Request(
+        request = Request(
             request_id=segment.request_id,
             prompt_token_ids=segment.token_ids,
             # vLLM does not ask the connector about requests that skip its cache, so they cannot wait.
@@ -338,6 +351,8 @@ class _HypicMixin(Scheduler):
             priority=segment.priority,
             block_hasher=owner._block_hasher,
         )
+        self._events.hide(request)
+        return request
 
     def _raise(self, priorities: dict[str, int]) -> None:
         """Make requests more urgent, where they wait, too."""
@@ -409,8 +424,6 @@ class _HypicMixin(Scheduler):
                 self.hypic.prefixes.passed(request_id, end)
         # A request that ends in this step is forgotten by the time its output is built.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
-        hits = {r: self.hypic.hit_tokens(r) for r in scheduler_output.num_scheduled_tokens}
-        plans = {r: p for r in hits if (p := self.hypic.plan_of(r)) is not None}
         prompts = model_runner_output.prompt_logprobs_dict
         for request_id, stream in prompts.items():
             prompts[request_id] = self._prompt_logprobs.of_prompt(request_id, stream)
@@ -418,10 +431,10 @@ class _HypicMixin(Scheduler):
         for core_outputs in outputs.values():
             core_outputs.outputs = [o for o in core_outputs.outputs if o.request_id not in internal]
             for output in core_outputs.outputs:
-                if output.prefill_stats is not None and output.request_id in plans:
-                    _count_reuse(output, plans[output.request_id], hits[output.request_id])
+                self._counts.prefilled(output)
         for output, client in self._finish_ending():
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        self._counts.correct(outputs.values())
         self._instance.publish(self._unprefilled_tokens())
         return outputs
 
@@ -468,16 +481,6 @@ def _set_salt(request: Request, salt: str | None) -> None:
     request.cache_salt = salt
     request.block_hashes = []
     request.update_block_hashes()
-
-
-def _count_reuse(output: EngineCoreOutput, plan: PromptPlan, hit_tokens: int) -> None:
-    """``usage.prompt_tokens_details.cached_tokens`` counts tokens read from records."""
-    stats = output.prefill_stats
-    assert stats is not None
-    stats.num_external_cached_tokens += hit_tokens
-    stats.num_cached_tokens += hit_tokens
-    stats.num_prompt_tokens = plan.n_logical
-    stats.num_computed_tokens = plan.n_logical - stats.num_cached_tokens
 
 
 class HypicSyncScheduler(_HypicMixin):

@@ -160,7 +160,7 @@ def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> No
     assert (sent.segments_computed, sent.segments_pushed, sent.segments_unpushed) == (2, 2, 0)
     assert (got.segments_computed, got.segments_unlanded) == (0, 0)
     assert (got.segments_landed, got.segments_loaded) == ((2, 0) if direct else (0, 2))
-    assert there.side.hit_tokens(asked) > 0 and not there.side.awaits_records
+    assert there.side.hits(asked).total() > 0 and not there.side.awaits_records
 
 
 def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
@@ -173,7 +173,7 @@ def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
     there.check(asked)
     counters = there.side.take_counters()
     assert (counters.segments_computed, counters.segments_unlanded) == (2, 2)
-    assert there.side.hit_tokens(asked) == 0
+    assert there.side.hits(asked).total() == 0
 
 
 def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offered_is_not() -> None:

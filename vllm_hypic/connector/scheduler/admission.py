@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...primitives.options import Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
+from .arrivals import POOL
 from .directory import SegmentDirectory
 from .entries import Entry, Need
 from .island_runs import Runs
@@ -41,6 +43,8 @@ class ComposedRequest:
     """Records that this request itself had to have computed."""
     resumed: dict[SegmentKey, int] = field(default_factory=dict)
     """Tokens of records that were made for it which a checkpoint had."""
+    sources: dict[SegmentKey, str] = field(default_factory=dict)
+    """Where records came from, or their checkpoints, that came for it: see :meth:`.Arrivals.source`."""
     undecided: set[SegmentKey] = field(default_factory=set)
     """Records that this request asked the store or other instances for, and that may yet have to be
     computed."""
@@ -59,9 +63,16 @@ class ComposedRequest:
         return self.acquired and all(entry.resident or entry is made for entry in self.held.values())
 
     @property
-    def hit_tokens(self) -> int:
-        reused = sum(s.reused for s in self.plan.segments if s.key not in self.fresh)
-        return reused + sum(self.resumed.values())
+    def hits(self) -> Counter[str]:
+        """Prompt tokens read from records that it did not have to have computed, by where these came from."""
+        found: Counter[str] = Counter()
+        for segment in self.plan.segments:
+            if segment.key not in self.fresh:
+                found[self.sources.get(segment.key, POOL)] += segment.reused
+        for key, reused in {s.key: s.reused for s in self.plan.segments}.items():
+            # Islands are computed again, whatever a checkpoint had of them.
+            found[self.sources.get(key, POOL)] += min(reused, self.resumed.get(key, 0))
+        return +found
 
     def segment(self, key: SegmentKey) -> CachedSegment:
         return next(s for s in self.plan.records if s.key == key)
@@ -120,6 +131,11 @@ class Admission:
     def holders(self, entry: Entry) -> list[ComposedRequest]:
         """The requests that hold this record, in the order in which they came to it."""
         return list(self._holders.get(entry.serial, {}).values())
+
+    def came(self, entry: Entry, source: str) -> None:
+        """The record, or a checkpoint of it, has come from there for the requests that hold it."""
+        for request in self.holders(entry):
+            request.sources[entry.key] = source
 
     @property
     def held(self) -> Set[int]:

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
+from ...config.store import TierConfig
 from ...pool.plans import RecordPlace, Space
 from ...primitives.keys import SegmentKey
 from ..metadata import LoadCount
 from ..orders import AwaitRecord, FetchRecord, OrderQueue, StopAwaiting
 
+POOL = "device"
+"""Source of what is in the pool already.  Sources have vLLM's names: values of its ``CacheHitSource``."""
+INSTANCE = "p2p"
+"""Source of what another instance sent."""
+ELSEWHERE = "external_unspecified"
+_TIERS = {"memory": "host", "disk": "disk"}
+"""Sources by types of tiers; the others are :data:`ELSEWHERE`."""
 PATIENCE_S = 10.0
 """Seconds after which a record that nobody offers is given up, if a request waits for room."""
 
@@ -70,12 +78,13 @@ class Allowance:
 class Arrivals:
     """Arrivals by the serials of the entries that wait for them.
 
-    ``has_store``: there are tiers to ask; ``ranks``: workers that each have a part of every record;
+    ``tiers``: those that are asked; ``ranks``: workers that each have a part of every record;
     ``share``: of the pool, for awaited records of several requests.
     """
 
-    def __init__(self, orders: OrderQueue, *, has_store: bool, ranks: int, share: Space) -> None:
-        self._orders, self._has_store, self._ranks, self._share = orders, has_store, ranks, share
+    def __init__(self, orders: OrderQueue, *, tiers: Iterable[TierConfig], ranks: int, share: Space) -> None:
+        self._orders, self._ranks, self._share = orders, ranks, share
+        self._sources = {tier.name: _TIERS.get(tier.type, ELSEWHERE) for tier in tiers}
         self._arrivals: dict[int, Arrival] = {}
         self._keys: set[SegmentKey] = set()
         """Keys of all arrivals, no two of which have the same."""
@@ -109,7 +118,7 @@ class Arrivals:
                 place.key, remote=True, space=space, asked=now, until=now + remote_s
             )
             self._orders.submit(AwaitRecord(place))
-        elif self._has_store:
+        elif self._sources:
             self._arrivals[place.serial] = Arrival(place.key, remote=False)
             self._orders.submit(FetchRecord(place, instead))
         else:
@@ -124,6 +133,10 @@ class Arrivals:
     def at_store(self, serial: int) -> None:
         """An awaited record is in a shared tier: the store fetches it."""
         self._arrivals[serial].at_store = True
+
+    def source(self, arrival: Arrival) -> str:
+        """Where the record came from that has arrived.  The queue before the tiers is memory, too."""
+        return INSTANCE if arrival.sent else self._sources.get(arrival.count.route, _TIERS["memory"])
 
     def give_up_late(self) -> None:
         """Await no longer what is past its deadline; the workers report it like any arrival."""

@@ -85,14 +85,17 @@ class FetchedCheckpoints:
         self._fetches[stretch.target.serial] = _Fetch(entry, stretch)
         return True
 
-    def ended(self, serial: int, *, found: bool) -> None:
-        """It is here, or will not come: the records that wait for it are to be computed."""
+    def ended(self, serial: int, source: str | None) -> None:
+        """It is here, from ``source``, or will not come (``None``): the records that wait for it are to be
+        computed."""
         fetch = self._fetches.pop(serial)
-        if found:
-            self._directory.commit(fetch.stretch.target)
-        else:
+        if source is None:
             self._give_up(fetch.stretch.target)
-        self._requests.compute_later(fetch.record, fetch.stretch if found else None)
+        else:
+            self._directory.commit(fetch.stretch.target)
+            for entry in (fetch.record, *fetch.others):
+                self._admission.came(entry, source)
+        self._requests.compute_later(fetch.record, None if source is None else fetch.stretch)
         for entry in fetch.others:
             self._requests.compute_later(entry)
 

@@ -8,6 +8,7 @@ Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -86,7 +87,7 @@ class SchedulerSide:
         self.prefixes = Prefixes(self.directory, self.admission, need, prefixes, self._complete)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
-        self.arrivals = Arrivals(self._orders, has_store=has_tiers, ranks=ranks, share=share)
+        self.arrivals = Arrivals(self._orders, tiers=config.store.tiers, ranks=ranks, share=share)
         self._deliveries, self._saves = Deliveries(self._orders, ranks), Saves(ranks)
         self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
@@ -269,7 +270,8 @@ class SchedulerSide:
 
     def _count(self, composed: ComposedRequest) -> None:
         """It is known which of the request's records were reused."""
-        reused, computed = composed.hit_tokens, composed.plan.n_logical - composed.hit_tokens
+        reused = composed.hits.total()
+        computed = composed.plan.n_logical - reused
         self.counters.tokens_reused += reused
         self.counters.tokens_computed += computed
         self.counters.count(composed.mode, tokens_reused=reused, tokens_computed=computed)
@@ -305,10 +307,10 @@ class SchedulerSide:
         composed = self.admission.requests.get(request_id)
         return end if composed is None else whole_runs(composed.islands, end)
 
-    def hit_tokens(self, request_id: str) -> int:
-        """Prompt tokens read from records that the request did not have to have computed."""
+    def hits(self, request_id: str) -> Counter[str]:
+        """See :attr:`.ComposedRequest.hits`."""
         composed = self.admission.requests.get(request_id)
-        return 0 if composed is None else composed.hit_tokens
+        return Counter() if composed is None else composed.hits
 
     def ready(self, request_id: str) -> bool:
         """Whether the request may be scheduled now."""
@@ -446,7 +448,7 @@ class SchedulerSide:
             self.counters.segments_unlanded += arrival.remote
             self.retention.not_stored(arrival.key)
             if serial in self._fetched:
-                self._fetched.ended(serial, found=False)
+                self._fetched.ended(serial, None)
             elif not self._fetched.start(entry, arrival.count.instead or ()):
                 self.segment_requests.compute_later(entry)
             return
@@ -459,9 +461,10 @@ class SchedulerSide:
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
         if serial in self._fetched:
-            self._fetched.ended(serial, found=True)
+            self._fetched.ended(serial, self.arrivals.source(arrival))
             return
         self.directory.commit(entry)
+        self.admission.came(entry, self.arrivals.source(arrival))
         for composed in self.admission.holders(entry):
             if entry.key in composed.undecided:
                 self.counters.segments_hit += 1

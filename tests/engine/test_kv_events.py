@@ -1,0 +1,121 @@
+"""KV events: routers are told of the blocks of plain requests, as by a stock engine, and of no others."""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle.models import random_segments
+
+from .conftest import EngineFactory
+from .engines import Ask, Engine, drain, generate_one_by_one, prompt, reset_caches, same, scheduler_of
+
+PLAIN, OTHER, LAST, QUERY = random_segments([1500, 1300, 1200, 1600], vocab=480, seed=97)
+ONE, TWO = random_segments([900, 180], vocab=480, seed=98)
+EVENTS = {
+    "kv_events_config": {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "inproc://events",
+        "replay_endpoint": "inproc://replay",
+    },
+    "max_num_batched_tokens": 640,
+}
+
+
+def batches(llm: Any, last: list[int]) -> list[bytes]:
+    """All that was published, up to the blocks of the prompt ``last``."""
+    import zmq
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with zmq.Context.instance().socket(zmq.DEALER) as socket:
+            socket.connect("inproc://replay")
+            socket.send_multipart([b"", bytes(8)])
+            found = []
+            while True:
+                *_, number, payload = socket.recv_multipart()
+                if number == b"\xff" * 8:
+                    break
+                found.append(payload)
+        if any(event.get("token_ids", [])[:16] == last[:16] for event in decoded(found)):
+            return found
+        time.sleep(0.05)
+    raise TimeoutError("the last prompt's blocks were not published")
+
+
+def decoded(payloads: list[bytes]) -> list[dict[str, Any]]:
+    import msgspec
+
+    return [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
+
+
+def published(llm: Any, last: list[int]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The events, and which secrets of the engine are in their bytes."""
+    drain(llm)
+    payloads, scheduler = batches(llm, last), scheduler_of(llm)
+    secrets = {"salt": "hypic:"}
+    if hasattr(scheduler, "hypic"):
+        secrets |= {"secret": scheduler._secret, "tenant": scheduler._tenant("mine")}
+    return decoded(payloads), [name for name, text in secrets.items() if text.encode() in b"".join(payloads)]
+
+
+def ranged(query: list[int]) -> Ask:
+    ends = [len(ONE), len(ONE) + len(TWO)]
+    return Ask((*ONE, *TWO, *query), extra={"hypic_segments": [0, ends[0], *ends]})
+
+
+PLAIN_ASKS = [Ask(tuple(t), salt=salt) for t, salt in ((PLAIN, None), (OTHER, "mine"), (PLAIN, None))]
+PLAIN_ASKS.append(Ask(tuple(LAST)))
+COMPOSED = Ask(prompt(ONE, TWO, query=QUERY), salt="mine")
+PRIVATE_ASKS = [
+    COMPOSED,
+    COMPOSED,  # warm
+    Ask(COMPOSED.tokens, extra={"kv_cache_report_mode": "full"}, salt="mine"),
+    Ask(COMPOSED.tokens, sampling={"prompt_logprobs": 1}, salt="mine"),
+    Ask(prompt(TWO, ONE, query=())),  # a warm-up prompt
+    ranged(QUERY),
+]
+
+
+def check(ours: Engine, stock: Engine, plain: list[Ask], private: list[Ask]) -> None:
+    asks = list(chain.from_iterable(zip(plain[:-1], private[::2], private[1::2], strict=True)))
+    last = list(plain[-1].tokens)
+    answers = ours.call(generate_one_by_one, [*asks, plain[-1]])
+    expected = stock.call(generate_one_by_one, plain)
+    assert all(map(same, [*answers[::3], answers[-1]], expected))
+    (events, leaked), (wanted, _) = (engine.call(published, last) for engine in (ours, stock))
+    assert not leaked, f"published: {leaked}"
+    streams = [e for e in events if e["type"] == "BlockStored" and e not in wanted]
+    assert not streams, f"{len(streams)} events are of private requests"
+    assert events == wanted, "events of plain requests are those of a stock engine"
+    assert {e["type"] for e in events} == {"BlockStored"} and events
+
+
+@pytest.mark.parametrize(("model", "blocks"), [("attention_model", 100), ("hybrid_model", 60)])
+def test_only_blocks_of_plain_requests_are_published(
+    model: str, blocks: int, start_engine: EngineFactory, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(model)
+    args = EVENTS | {"num_gpu_blocks_override": blocks}
+    ours, stock = (start_engine(path, hypic=hypic, **args) for hypic in (True, False))
+    check(ours, stock, PLAIN_ASKS, PRIVATE_ASKS)
+    # Blocks are removed as others need them, those of streams without a word.
+    tight = [Ask(tuple(tokens)) for tokens in random_segments([1500] * 16, vocab=480, seed=99)]
+    asks = [*tight[:8], COMPOSED, *tight[8:], Ask(tuple(LAST[::-1]))]
+    ours.call(generate_one_by_one, asks)
+    events, leaked = ours.call(published, LAST[::-1])
+    stored: set[Any] = set()
+    for event in events:
+        if event["type"] == "BlockStored":
+            stored |= {(event["group_idx"], h) for h in event["block_hashes"]}
+        elif event["type"] == "BlockRemoved":
+            gone = {(event["group_idx"], h) for h in event["block_hashes"]}
+            assert gone <= stored, "removed was what nobody was told of"
+    assert not leaked and any(e["type"] == "BlockRemoved" for e in events)
+    assert ours.call(reset_caches)
+    ours.call(generate_one_by_one, [Ask(tuple(TWO * 3)), Ask(tuple(LAST[1:]))])
+    assert ours.call(published, LAST[1:])[0][-1]["token_ids"], "after a reset events go on"
