@@ -144,6 +144,7 @@ class _HypicMixin(Scheduler):
     def _keep_apart(self, request: Request) -> None:
         """Let the request find none of vLLM's blocks that are of its adapter's former weights."""
         if request.lora_request is not None and (salt := self.adapters.salt(request.lora_request)):
+            self._events.hide(request)
             _set_salt(request, f"hypic:{self._secret}:adapter:{salt}:{request.cache_salt or ''}")
 
     def _receive(self, request: Request) -> None:
@@ -295,8 +296,7 @@ class _HypicMixin(Scheduler):
                 continue
             answer = self._commands.take_answer(request_id)
             nulls = self._prompt_logprobs.of_prompt(request_id, None)
-            completed = status is RequestStatus.FINISHED_STOPPED
-            counted = self._counts.end_unrun(request_id) if completed else None
+            counted = self._counts.end_unrun(request_id) if status is RequestStatus.FINISHED_STOPPED else None
             if self.finish_requests(request_id, status):
                 reason = request.get_finished_reason()
                 output = EngineCoreOutput(request_id, [], finish_reason=reason, kv_transfer_params=answer)
