@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hostile.grammar import CHAT, COMPLETIONS, EXPLAIN, TOKENIZE, Attack, requests_with_parts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.forms import id_form
@@ -29,12 +34,20 @@ OPTIONS = {
 }
 
 
+WRITTEN = re.compile(r"hypic_tokens:(?!0{32})")
+"""The beginning of what only this process writes; hostile texts imitate it with zeros."""
+
+
 @pytest.fixture(scope="module")
 def literal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("literal")
-    with make_server(folder, "literal", "--kv-transfer-config", json.dumps(OPTIONS)) as running:
+    options = ("--kv-transfer-config", json.dumps(OPTIONS), "--enable-log-requests", "--log-level", "DEBUG")
+    with make_server(folder, "literal", *options) as running:
         yield running
         assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
+        log = running.log.read_text(errors="replace")
+        assert "JSON body" in log and "details: prompt:" in log, "what vLLM logs of requests"
+        assert not (found := WRITTEN.search(log)), log[found.start() - 1000 : found.end() + 100]
 
 
 def part(text: str) -> dict[str, str]:
@@ -86,8 +99,8 @@ def test_parts_cut_prompts_and_chats(literal: Server) -> None:
         assert ids.count(about["separator"]) == 5
         as_ids = post(literal, {"prompt": ids})
         assert choices(as_ids) == answer and usage(as_ids) == usage(warm), "token ids are boundaries, too"
-        refused = post(literal, {**body, "echo": True}, chat=chat)
-        assert refused.status_code == 400 and "echo cannot be combined with" in refused.text
+        refused = post(literal, {**body, "truncate_prompt_tokens": 8}, chat=chat)
+        assert refused.status_code == 400 and "truncate_prompt_tokens cannot be combined with" in refused.text
 
 
 def test_compiled_segments_are_named_by_parts(literal: Server) -> None:
@@ -110,3 +123,102 @@ def test_compiled_segments_are_named_by_parts(literal: Server) -> None:
     unknown = [{"role": "user", "content": [{"type": "hypic_segment", "id": "none"}, part("w5")]}]
     refused = post(literal, {"messages": unknown}, chat=True)
     assert refused.status_code == 404 and "'none'" in refused.text
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = (line[6:] for line in response.text.splitlines() if line.startswith("data: {"))
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_shown_with_the_public_texts(literal: Server, stream: bool) -> None:
+    """And who sends back what was shown sends a text, not a boundary."""
+    shown, separator = f"w1{TEXTS.sep}w2", described(literal)["separator"]
+    parts = separated("w1", "w2")
+    chat = {"messages": [{"role": "user", "content": parts}], "return_prompt_text": True}
+    for path, body in ((CHAT, chat), (COMPLETIONS, {"prompt": parts, "echo": True, "logprobs": 1})):
+        answer = post(literal, {**body, "stream": stream}, chat=path == CHAT)
+        first = events(answer)[0] if stream else answer.json()
+        text = first["prompt_text"] if path == CHAT else first["choices"][0]["text"]
+        assert text.strip().startswith(shown) and not WRITTEN.search(answer.text)
+        cut, not_cut = tokenized(literal, {"prompt": parts}), tokenized(literal, {"prompt": text})
+        assert cut.count(separator) == 1 and separator not in not_cut
+
+
+def test_refusals_repeat_what_the_client_wrote(literal: Server) -> None:
+    """vLLM's validation, on each route with prompts."""
+    parts = separated("w1", "w2")
+    mixed = {"prompt": [parts, 7]}
+    wrong = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": 7}]}]}
+    for path, body in ((COMPLETIONS, mixed), (EXPLAIN, mixed), (TOKENIZE, mixed), (CHAT, wrong)):
+        refused = httpx.post(literal.url + path, json={"max_tokens": 1, **body}, timeout=60)
+        assert refused.status_code == 400 and not WRITTEN.search(refused.text), refused.text
+        assert path in (TOKENIZE, CHAT) or f"w1{TEXTS.sep}w2" in refused.text
+
+
+def test_an_assistant_s_last_words_are_echoed_with_the_public_texts(literal: Server) -> None:
+    messages = [
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": separated("w1", "w2")},
+    ]
+    body = {"messages": messages, "echo": True, "add_generation_prompt": False}
+    answer = choices(post(literal, body, chat=True))[0]
+    assert answer.startswith(f"w1{TEXTS.sep}w2")
+
+
+def test_parts_that_are_not_read_are_refused(literal: Server) -> None:
+    """vLLM takes the prompt from elsewhere."""
+    messages = [{"role": "user", "content": separated("w1", "w2")}]
+    ids = {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
+    refused = post(literal, {"messages": messages, **ids}, chat=True)
+    assert refused.status_code == 400 and "were read by nobody" in refused.text
+
+
+def test_fields_that_vllm_does_not_know_are_left_alone(literal: Server) -> None:
+    messages = [{"role": "user", "content": separated("w1", "w2")}]
+    odd = {"role": "user", "content": "w3", "odd": float("nan")}
+    body = json.dumps({"messages": [odd, *messages], "return_token_ids": True, "max_tokens": 1})
+    headers = {"content-type": "application/json"}
+    answer = httpx.post(literal.url + CHAT, content=body, headers=headers, timeout=60)
+    assert answer.json()["prompt_token_ids"].count(described(literal)["separator"]) == 1
+
+
+def test_a_segment_of_tokens_is_shown_as_vllm_shows_tokens(literal: Server) -> None:
+    with SegmentCache(literal.url, timeout_s=120) as cache:
+        ids = tokenized(literal, {"prompt": words("odd"), "add_special_tokens": False})
+        segment = cache.compile(tokens=[*ids, 5, 5])
+    text = httpx.post(f"{literal.url}/detokenize", json={"tokens": [*ids, 5, 5]}, timeout=30).json()["prompt"]
+    body = {"messages": [{"role": "user", "content": [segment.part, part("w5")]}], "return_prompt_text": True}
+    shown = post(literal, body, chat=True).json()["prompt_text"]
+    assert shown.strip() == f"{TEXTS.sep}{text}{TEXTS.sep}w5"
+
+
+@pytest.mark.parametrize(
+    "examples", [40, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+def test_no_answer_shows_what_this_process_writes(literal: Server, examples: int) -> None:
+    """All at once, with whatever fields a client finds; what is logged is read when the server ends."""
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @given(st.lists(requests_with_parts(), min_size=1, max_size=3))
+    def attack(found: list[Attack]) -> None:
+        with ThreadPoolExecutor(len(found)) as clients:
+            for one, text in zip(found, clients.map(sent, found), strict=True):
+                assert not WRITTEN.search(text), (one, text)
+
+    def sent(one: Attack) -> str:
+        headers = {"content-type": "application/json", **one.headers}
+        return httpx.post(literal.url + one.path, content=one.content, headers=headers, timeout=120).text
+
+    attack()
+
+
+def test_boundaries_of_requests_at_once(literal: Server) -> None:
+    separator = described(literal)["separator"]
+
+    def boundaries(i: int) -> int:
+        body = {"prompt": separated(*(f"w{j}" for j in range(i + 1)))}
+        return tokenized(literal, body).count(separator)
+
+    with ThreadPoolExecutor(16) as clients:
+        assert list(clients.map(boundaries, range(1, 64))) == list(range(1, 64))

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.cache_api.commands import Content
-from vllm_hypic.cache_api.expand import CHAT, COMPLETIONS, TOKENIZE, MisplacedId, expand, ids_in
-from vllm_hypic.cache_api.forms import id_form, sealed_texts
+from vllm_hypic.cache_api.expand import CHAT, COMPLETIONS, TOKENIZE, MisplacedId, expand, ids_in, shown
+from vllm_hypic.cache_api.forms import id_form, own_seal
 from vllm_hypic.cache_api.registry import Place
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 
 TEXTS = PrimitiveTexts()
-SEALED = sealed_texts(PrimitiveIds(7, 8, 9))
+SEAL = own_seal()
+SEALED = SEAL.texts(PrimitiveIds(7, 8, 9))
 SEP_PART, PAD_PART = {"type": "hypic_sep"}, {"type": "hypic_pad"}
 A, LEAD = ({"type": "hypic_segment", "id": name} for name in ("a", "lead"))
 CONTENTS = {
@@ -36,7 +37,7 @@ def literal(request: pytest.FixtureRequest) -> bool:
 
 
 def expanded(path: str, body: dict[str, object], literal: bool) -> dict[str, object]:
-    return expand(path, body, CONTENTS, SEALED if literal else TEXTS, literal=literal)
+    return expand(path, body, CONTENTS, SEALED if literal else TEXTS, SEAL, literal=literal)
 
 
 @pytest.mark.parametrize(
@@ -126,16 +127,23 @@ def test_parts_that_cannot_stand_there_are_refused_by_name(body, reason, literal
 def test_a_segment_that_was_compiled_literally_cuts_no_prompt_later():
     contents = {"a": Content(Place.INTERIOR, f"one{TEXTS.sep}two", [])}
     with pytest.raises(MisplacedId, match="segment 'a' was compiled while text was literal"):
-        expand(COMPLETIONS, {"prompt": [A]}, contents, TEXTS)
-    written = expand(COMPLETIONS, {"prompt": [A]}, contents, SEALED, literal=True)["prompt"]
+        expand(COMPLETIONS, {"prompt": [A]}, contents, TEXTS, SEAL)
+    written = expand(COMPLETIONS, {"prompt": [A]}, contents, SEALED, SEAL, literal=True)["prompt"]
     assert written == f"{SEALED.sep}one{TEXTS.sep}two{SEALED.sep}"
 
 
-@pytest.mark.parametrize("option", ["echo", "truncate_prompt_tokens"])
-def test_what_this_process_wrote_is_shown_to_nobody(option):
-    """Who read a sealed separator could put it into a text."""
+def test_text_that_is_not_written_as_its_own_is_not_cut_by_characters():
     for part in (SEP_PART, A):
-        body = {"prompt": [text("x"), part], option: True}
-        with pytest.raises(MisplacedId, match=f"{option} cannot be combined with parts of separators"):
+        body = {"prompt": [text("x"), part], "truncate_prompt_tokens": 9}
+        with pytest.raises(MisplacedId, match="truncate_prompt_tokens cannot be combined with parts of"):
             expanded(COMPLETIONS, body, True)
-        assert expanded(COMPLETIONS, body, False)[option]
+        assert expanded(COMPLETIONS, body, False)["truncate_prompt_tokens"]
+
+
+def test_vllm_reads_the_public_texts_of_parts(literal):
+    parts = [text("x"), SEP_PART, A, text("y"), PAD_PART]
+    public = f"x{TEXTS.sep}{id_form('a')}y{TEXTS.pad}"
+    assert shown(COMPLETIONS, {"prompt": [parts, 7]}, TEXTS, literal=literal) == {"prompt": [public, 7]}
+    chat = {"messages": [{"role": "user", "content": [*parts, IMAGE]}]}
+    [message] = shown(CHAT, chat, TEXTS, literal=literal)["messages"]
+    assert message == {"role": "user", "content": [text(public), IMAGE]}

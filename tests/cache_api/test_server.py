@@ -151,8 +151,13 @@ class TestServer:
         assert usage(answer)[1] == len(odd) - 16
         literal = post(server, {"prompt": tokens, "logprobs": 1})
         assert literal.json()["choices"][0]["logprobs"] == choice["logprobs"]
-        refused = post(server, {"prompt": f"{segment.form}w3", "echo": True})
+        refused = post(server, {"prompt": f"{segment.form}w3", "truncate_prompt_tokens": 8})
         assert refused.status_code == 400 and segment.id in refused.text
+        decoded = httpx.post(f"{server.url}/detokenize", json={"tokens": odd}, timeout=60).json()["prompt"]
+        shown, asked = f"{SEP}{decoded}{SEP}w3", f"{segment.form}w3"
+        assert choices(post(server, {"prompt": asked, "echo": True}))[0].startswith(shown)
+        chat = {"messages": [{"role": "user", "content": asked}], "return_prompt_text": True}
+        assert post(server, chat, chat=True).json()["prompt_text"].strip() == shown
 
     def test_leading_segments(self, server, cache):
         lead = cache.compile(f"<bos> <sys> {words('lead')}", role="leading")

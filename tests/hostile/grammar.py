@@ -287,6 +287,7 @@ SAMPLING: Mapping[str, st.SearchStrategy[Any]] = {
     "truncate_prompt_tokens": st.sampled_from([1, 8, -1, 0, 10**9]),
     "add_special_tokens": st.booleans(),
     "return_token_ids": st.booleans(),
+    "return_prompt_text": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(),
     "kv_transfer_params": st.sampled_from(
         [{}, {"do_remote_prefill": True}, {"hypic": 1}, {"hypic_failure": {}}, 7]
@@ -339,6 +340,30 @@ def requests(draw: st.DrawFn, separator: int) -> Attack:
     body |= {"stream": draw(st.booleans()), "max_tokens": 400, "ignore_eos": True, "n": 1}
     patience = draw(st.sampled_from([0.005, 0.02, 0.1, None]))
     return Attack(path, body, patience_s=patience, lines=draw(st.integers(0, 12)))
+
+
+SHOWING = ("echo", "return_prompt_text", "return_token_ids", "return_token_strs")
+"""Fields that give a prompt back."""
+
+
+@st.composite
+def requests_with_parts(draw: st.DrawFn) -> Attack:
+    """Prompts of parts, asked back; perhaps something is wrong beside the parts, or among them."""
+    path = draw(st.sampled_from([COMPLETIONS, CHAT, CHAT, TOKENIZE, EXPLAIN]))
+    wrong = draw(st.sampled_from(["nothing", "field", "prompt"]))
+    parts = draw(PARTS if wrong == "prompt" else GOOD_PARTS)
+    beside = draw(st.none() | JUNK if wrong == "prompt" else st.none())
+    if path == CHAT or (path != COMPLETIONS and draw(st.booleans())):
+        role = draw(st.sampled_from(["user", "user", "assistant", "system", "w1"]))
+        body = {"messages": [{"role": role, "content": parts}, *([] if beside is None else [beside])]}
+    else:
+        body = {"prompt": parts if beside is None else [parts, beside]}
+    body |= {name: True for name in SHOWING if draw(st.booleans())}
+    body |= {"stream": draw(st.booleans()), "add_generation_prompt": draw(st.booleans())}
+    if wrong == "field":
+        name = draw(st.sampled_from(sorted(SAMPLING)))
+        body[name] = draw(SAMPLING[name] | JUNK)
+    return Attack(path, {**FEW_TOKENS, **body})
 
 
 def _nested(depth: int) -> bytes:

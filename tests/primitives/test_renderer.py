@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import re
+
 import pytest
 from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -9,6 +13,9 @@ from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import ChatParams, TokenizeParams
 from vllm.renderers.registry import renderer_from_config
 
+from vllm_hypic.cache_api.expand import CHAT, COMPLETIONS, rewriting
+from vllm_hypic.cache_api.forms import Seal
+from vllm_hypic.cache_api.rewriting import carrying, forgotten
 from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.renderer import HypicRenderer
 from vllm_hypic.engine.tokenizer import refuses_model, register_mode
@@ -63,8 +70,11 @@ def alone(stock, text: str) -> list[int]:
 def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
     assert type(renderer) is HypicRenderer and HypicRenderer.__bases__ == (HfRenderer,)
     own = {name for name, value in vars(HypicRenderer).items() if callable(value)}
-    carrying = {"render_messages", "render_messages_async", "_process_tokens", "_process_tokens_async"}
-    assert own == {"__init__", *carrying}
+    assert own == {
+        "__init__",
+        *("render_messages", "render_messages_async", "_process_tokens", "_process_tokens_async"),
+        *("render_chat_async", "render_cmpl_async", "_taken", "_public"),
+    }
 
 
 def test_prompt_strings(renderer, stock):
@@ -171,3 +181,47 @@ def test_a_long_prompt_is_refused_as_stock_does(renderer):
     prompt = build_prompt(segments=["dog " * 150, "fox " * 150], query="What?")
     with pytest.raises(VLLMValidationError, match="maximum context length is 256 tokens"):
         renderer.tokenize_prompt({"prompt": prompt}, renderer.default_cmpl_tok_params)
+
+
+async def test_requests_at_once_are_rewritten_each_by_itself(renderer):
+    """Who sends what another request's prompt becomes, at the same time or later, sends a text."""
+    texts, chat = PrimitiveTexts(), ChatParams(chat_template_kwargs={"tokenize": False})
+    ids, tokens = primitive_ids(renderer.get_tokenizer()), alone(renderer.get_tokenizer(), "dog")
+    seals = [Seal() for _ in range(16)]
+    written = [f"a{i}{seal.tokens([ids.pad, *tokens])}b" for i, seal in enumerate(seals)]
+    shown = [f"a{i}{texts.pad}{renderer.get_tokenizer().decode(tokens)}b" for i in range(16)]
+
+    async def cut(i: int) -> None:
+        public = f"a{i}{texts.pad}b"
+        with carrying(rewriting(COMPLETIONS, {"prompt": public}, {"prompt": written[i]}, seals[i])):
+            assert forgotten()
+            [prompt] = await renderer.render_cmpl_async([{"prompt": public}])
+            assert not forgotten()
+        messages = [[{"role": "user", "content": value}] for value in (public, written[i])]
+        with carrying(rewriting(CHAT, *({"messages": m} for m in messages), seals[i])):
+            [[said]], [chatted] = await renderer.render_chat_async([messages[0]], chat)
+        assert all(shown[i] in found for found in (prompt["prompt"], chatted["prompt"], str(said)))
+        for made in (prompt, chatted):
+            at = made["prompt_token_ids"].index(ids.pad)
+            assert made["prompt_token_ids"][at + 1 :][: len(tokens)] == tokens
+
+    async def not_cut(i: int) -> None:
+        [prompt] = await renderer.render_cmpl_async([{"prompt": written[i]}])
+        assert ids.pad not in prompt["prompt_token_ids"] and prompt["prompt"] == written[i]
+
+    await asyncio.gather(*(of(i) for i in range(16) for of in (cut, not_cut)))
+    await asyncio.gather(*map(not_cut, range(16)))
+
+
+async def test_what_a_template_says_of_a_text_it_refuses_is_public(renderer, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    seal = Seal()
+    ids = primitive_ids(renderer.get_tokenizer())
+    template = "{{ raise_exception('not ' ~ messages[0].content) }}"
+    messages = [[{"role": "user", "content": f"a{text}"}] for text in (T.sep, seal.tokens([ids.sep]))]
+    with (
+        carrying(rewriting(CHAT, *({"messages": m} for m in messages), seal)),
+        pytest.raises(VLLMValidationError, match=f"^not a{re.escape(T.sep)}$"),
+    ):
+        await renderer.render_chat_async([messages[0]], ChatParams(chat_template=template))
+    assert f"not a{T.sep}" in caplog.text and "hypic_tokens" not in caplog.text

@@ -74,7 +74,8 @@ def test_empty_segments_change_nothing(client, question):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["w1", SEP + "w1", SEGMENT + SEP + "w1", f"w1{SEP}w2{SEP}w3", SEP + PDEP + "w1"]
+    "prompt",
+    ["w1", SEP + "w1", SEGMENT + SEP + "w1", f"w1{SEP}w2{SEP}w3", SEP + PDEP + "w1", PAD + "w1"],
 )
 def test_prompts_and_segments_of_one_token(client, prompt):
     for _ in range(2):

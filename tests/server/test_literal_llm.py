@@ -38,6 +38,7 @@ if __name__ == "__main__":
         found += llm.generate(prompt, params, use_tqdm=False)
         messages = build_messages(system=task.system, documents=said, question=task.question, texts=texts)
         found += llm.chat(messages, params, chat_template=template, use_tqdm=False)
+    assert all("<|hypic_sep|>" in o.prompt and "hypic_tokens" not in o.prompt for o in found)
     plain = "<|hypic_sep|>".join([system, *task.documents, task.question])
     found += llm.generate(plain, params, use_tqdm=False)
     print(json.dumps([[output.outputs[0].text.strip(), output.num_cached_tokens] for output in found]))

@@ -6,7 +6,9 @@ piece between the separators is the segment.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import HTTPException, Request
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -15,8 +17,10 @@ from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
 from .answers import Place
 from .control import Control
-from .forms import ID_FORM
+from .expand import CHAT, COMPLETIONS, rewriting
+from .forms import ID_FORM, Seal
 from .models import CompileRequest
+from .rewriting import carrying
 
 
 @dataclass(frozen=True)
@@ -96,26 +100,27 @@ class _Renderer:
     """Tokens of minimal prompts, cut at their separators."""
 
     def __init__(self, tokenization: ServingTokenization, request: Request, control: Control) -> None:
-        self._tokenization, self._request = tokenization, request
-        self._sep, self._sep_id = control.texts.sep, control.ids.sep
+        self._tokenization, self._request, self._control = tokenization, request, control
+        self._sep_id = control.ids.sep
 
     async def interior(self, text: str) -> list[int]:
-        prompt = f"{self._sep}{text}{self._sep}"
-        tokens = await self._tokens(TokenizeCompletionRequest(prompt=prompt, add_special_tokens=False))
+        tokens = await self._tokens(lambda sep: {"prompt": f"{sep}{text}{sep}", "add_special_tokens": False})
         return tokens[1 : tokens.index(self._sep_id, 1)]
 
     async def prompt_start(self, text: str) -> list[int]:
-        tokens = await self._tokens(TokenizeCompletionRequest(prompt=text + self._sep))
+        tokens = await self._tokens(lambda sep: {"prompt": text + sep})
         return tokens[: tokens.index(self._sep_id)]
 
     async def chat_start(self, role: str, text: str) -> list[int]:
         """Tokens up to the first separator of a chat that begins with the message.  It comes right after a
         user's text; after a system message it is the first thing that the user says."""
-        if role == "user":
-            messages = [{"role": role, "content": text + self._sep}]
-        else:
-            messages = [{"role": role, "content": text}, {"role": "user", "content": self._sep}]
-        tokens = await self._tokens(TokenizeChatRequest.model_validate({"messages": messages}))
+
+        def messages(sep: str) -> list[dict[str, str]]:
+            if role == "user":
+                return [{"role": role, "content": text + sep}]
+            return [{"role": role, "content": text}, {"role": "user", "content": sep}]
+
+        tokens = await self._tokens(lambda sep: {"messages": messages(sep)})
         if self._sep_id not in tokens:
             raise HTTPException(
                 400,
@@ -124,8 +129,14 @@ class _Renderer:
             )
         return tokens[: tokens.index(self._sep_id)]
 
-    async def _tokens(self, what: TokenizeCompletionRequest | TokenizeChatRequest) -> list[int]:
-        answer = await self._tokenization.create_tokenize(what, self._request)
+    async def _tokens(self, body: Callable[[str], dict[str, Any]]) -> list[int]:
+        """``body``: of a tokenise request, for the text of a separator."""
+        seal = Seal()
+        public, written = body(self._control.config.tokens.sep), body(self._control.texts(seal).sep)
+        chat = "messages" in public
+        what = (TokenizeChatRequest if chat else TokenizeCompletionRequest).model_validate(public)
+        with carrying(rewriting(CHAT if chat else COMPLETIONS, public, written, seal)):
+            answer = await self._tokenization.create_tokenize(what, self._request)
         if isinstance(answer, ErrorResponse):
             raise HTTPException(answer.error.code, answer.error.message)
         return answer.tokens

@@ -31,12 +31,14 @@ from .commands import (
     Resolved,
     unpack,
 )
-from .forms import sealed_texts
+from .forms import Seal
 from .replicas import joined
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.lora.request import LoRARequest
+
+    from ..primitives.tokens import PrimitiveTexts
 
 _Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Description, Weights, Explanation)
 
@@ -80,8 +82,6 @@ class Control:
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
         self.literal = self.config.tokens.literal
-        self.texts = sealed_texts(self.ids) if self.literal else self.config.tokens
-        """What is written for primitives."""
         self._tokenizer: Any = engine.renderer.get_tokenizer()
         self.max_chars_per_token: int = self._tokenizer.max_chars_per_token
         # Stands in for a prompt where there is none: any token that is no primitive.
@@ -91,6 +91,10 @@ class Control:
     def max_segment_tokens(self) -> int:
         """Longest segment: with two separators it is a prompt that vLLM takes for one more token."""
         return self.max_model_len - 3
+
+    def texts(self, seal: Seal) -> PrimitiveTexts:
+        """What is written for primitives in the prompts of a request."""
+        return seal.texts(self.ids) if self.literal else self.config.tokens
 
     async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
         """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""

@@ -1,4 +1,4 @@
-"""Puts what ids and parts stand for in their place, in the bodies of completion, chat and tokenise requests.
+"""Puts what ids and parts stand for in their place, in the prompts of completion, chat and tokenise requests.
 
 An id stands for its segment *with* the separators that make it one; separators that are there already are not
 doubled, so ``system ID1 ID2 question`` is ``system SEP text1 SEP text2 SEP question``.  Ids stand in texts,
@@ -16,7 +16,8 @@ from ..primitives.parts import MARKER_PARTS, PART_TYPES, is_part
 from ..primitives.tokens import Marker, PrimitiveTexts
 from .answers import Place
 from .commands import Content
-from .forms import ID_FORM, tokens_form
+from .forms import ID_FORM, Seal, id_form
+from .rewriting import Rewriting
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 PATHS = (COMPLETIONS, CHAT, TOKENIZE)
@@ -55,16 +56,30 @@ def ids_in(path: str, body: Mapping[str, Any], *, literal: bool = False) -> list
     return list(ids) if found else None
 
 
+def shown(
+    path: str, body: Mapping[str, Any], texts: PrimitiveTexts, *, literal: bool = False
+) -> dict[str, Any]:
+    """The body as vLLM reads it: with ``texts``, the public ones, and the forms of ids, in place of parts."""
+
+    def text(piece: Piece) -> str:
+        if isinstance(piece, str):
+            return piece
+        return texts[piece] if isinstance(piece, Marker) else id_form(piece.value)
+
+    return _rewrite(_is_chat(path, body), body, lambda pieces, _: "".join(map(text, pieces)), literal)
+
+
 def expand(
     path: str,
     body: Mapping[str, Any],
     contents: Mapping[str, Content],
     texts: PrimitiveTexts,
+    seal: Seal,
     *,
     literal: bool = False,
 ) -> dict[str, Any]:
     """The body with every id and part replaced; ``contents`` has all ids, ``texts`` is what to write for
-    primitives.
+    primitives, and ``seal`` writes tokens.
 
     Raises :class:`MisplacedId`.  Does not change ``body``.
     """
@@ -72,13 +87,25 @@ def expand(
 
     def written(pieces: list[Piece], first: bool) -> str:
         hidden.extend(_hidden(pieces, contents, literal))
-        return _expanded(pieces, contents, texts, chat=chat, first=first)
+        return _expanded(pieces, contents, texts, seal, chat=chat, first=first)
 
     changed = _rewrite(chat, body, written, literal)
-    for option in ("echo", "truncate_prompt_tokens"):
-        if body.get(option) and hidden:
-            raise MisplacedId(f"{option} cannot be combined with {hidden[0]}; leave {option} out")
+    if body.get("truncate_prompt_tokens") and hidden:
+        raise MisplacedId(
+            f"truncate_prompt_tokens cannot be combined with {hidden[0]}; leave truncate_prompt_tokens out"
+        )
     return changed
+
+
+def rewriting(path: str, public: Mapping[str, Any], written: Mapping[str, Any], seal: Seal) -> Rewriting:
+    """From what :func:`shown` gave to what :func:`expand` did."""
+    if _is_chat(path, public):
+        return Rewriting(True, public["messages"], written["messages"], seal)
+    return Rewriting(False, _prompts(public["prompt"]), _prompts(written["prompt"]), seal)
+
+
+def _prompts(value: Any) -> list[dict[str, Any]]:
+    return [{"prompt": prompt} for prompt in (value if isinstance(value, list) else [value])]
 
 
 def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool) -> Iterator[str]:
@@ -91,7 +118,13 @@ def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool)
 
 
 def _expanded(
-    pieces: list[Piece], contents: Mapping[str, Content], texts: PrimitiveTexts, *, chat: bool, first: bool
+    pieces: list[Piece],
+    contents: Mapping[str, Content],
+    texts: PrimitiveTexts,
+    seal: Seal,
+    *,
+    chat: bool,
+    first: bool,
 ) -> str:
     """``first``: the pieces stand first in their prompt (or in their chat's first message)."""
     out, sep = "", texts.sep
@@ -112,7 +145,7 @@ def _expanded(
             _check_leading(piece.value, content.place, chat=chat, at_start=first and not out)
         elif not out.endswith(sep):
             out += sep
-        out += content.text if content.text is not None else tokens_form(content.token_ids)
+        out += content.text if content.text is not None else seal.tokens(content.token_ids)
         # A system message is followed by what the template puts after it, and the segment goes on in there.
         open_end = content.place is Place.CHAT and not isinstance(after, str | Marker)
         closed = after is Marker.SEP or (isinstance(after, str) and after.startswith(sep))

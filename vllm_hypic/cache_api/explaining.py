@@ -21,6 +21,7 @@ from vllm.sampling_params import SamplingParams
 from .control import Control
 from .expand import CHAT, COMPLETIONS, MisplacedId
 from .middleware import replaced
+from .rewriting import carrying
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,17 @@ async def asked(body: dict[str, Any], control: Control, request: Request) -> Ask
             400, "expected the body of a request with either messages (a chat) or a prompt (a completion)"
         )
     try:
-        body = await replaced(CHAT if chat else COMPLETIONS, body, control)
+        body, carried = await replaced(CHAT if chat else COMPLETIONS, body, control)
     except MisplacedId as e:
         raise HTTPException(400, str(e)) from e
     wanted = _validated(ChatCompletionRequest if chat else CompletionRequest, body)
     serving = copy.copy(state.openai_serving_chat if chat else state.openai_serving_completion)
     serving.engine_client = _Listener(serving.engine_client)
     try:
-        refused = await (serving.create_chat_completion if chat else serving.create_completion)(
-            wanted, request
-        )
+        with carrying(carried):
+            refused = await (serving.create_chat_completion if chat else serving.create_completion)(
+                wanted, request
+            )
     except _Heard as heard:
         if "prompt_token_ids" not in heard.asked.prompt:
             raise HTTPException(400, "prompt_embeds are not explained: they have no segments") from None

@@ -1,9 +1,9 @@
 """What stands in a text for a segment: its id, as clients write it, and tokens, as the server writes them.
 
 ``<|hypic_segment:ID|>`` is replaced by what the id stands for before a prompt is tokenised.  Where that is
-tokens, not text, they are written as ``<|hypic_tokens:SEAL:DATA|>``, which the tokenizer reads back: nothing
-has to be remembered in between, whichever thread or copy of the tokenizer it is.  The seal is a keyed digest
-with a key that only this process has, so no client can write tokens itself.
+tokens, not text, they are written as ``<|hypic_tokens:SEAL:DATA|>``, which the tokenizer reads back,
+whichever copy of the tokenizer it is.  A seal is a secret of one request.  It counts in that request's own
+context, while its prompts are rendered: to others, and once the answer begins, it is text like any other.
 
 Imports neither vLLM nor torch.
 """
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-import hmac
 import re
 import secrets
+import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import cache
 
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 
@@ -28,7 +30,10 @@ _HINT = "<|hypic_"
 MAX_TOKEN_ID = 2**24 - 1
 """Three bytes a token: four characters of text."""
 
-_KEY = secrets.token_bytes(32)
+_counts: ContextVar[str] = ContextVar("seal", default="")
+"""The secret of the seal that counts in this context."""
+_own = set[str]()
+"""Of :func:`own_seal`."""
 
 
 class UnresolvedId(ValueError):
@@ -40,21 +45,46 @@ def id_form(segment_id: str) -> str:
     return f"<|hypic_segment:{segment_id}|>"
 
 
-def tokens_form(tokens: Sequence[int]) -> str:
-    """Text that this process's tokenizers read as ``tokens`` (each at most ``MAX_TOKEN_ID``)."""
-    words = array("I", tokens)
-    data = words.tobytes()
-    packed = bytearray(3 * len(words))
-    for i in range(3):
-        packed[i::3] = data[i::4]
-    body = base64.b64encode(bytes(packed)).decode()
-    return f"<|hypic_tokens:{_seal(body)}:{body}|>"
+class Seal:
+    """Writes tokens into texts.  Tokenizers read them inside ``with seal:``; anywhere else they are text."""
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(16)
+        self._before: Token[str] | None = None
+
+    def __enter__(self) -> None:
+        self._before = _counts.set(self.secret)
+
+    def __exit__(self, *exc: object) -> None:
+        assert self._before is not None
+        _counts.reset(self._before)
+
+    def tokens(self, tokens: Sequence[int]) -> str:
+        """What is read as ``tokens`` (each at most ``MAX_TOKEN_ID``)."""
+        words = array("I", [*tokens, _checksum(tokens)])
+        data = words.tobytes()
+        packed = bytearray(3 * len(words))
+        for i in range(3):
+            packed[i::3] = data[i::4]
+        return f"<|hypic_tokens:{self.secret}:{base64.b64encode(bytes(packed)).decode()}|>"
+
+    def texts(self, ids: PrimitiveIds) -> PrimitiveTexts:
+        """What is read as primitives, even where text is literal."""
+        return PrimitiveTexts(self.tokens([ids.sep]), self.tokens([ids.pdep]), self.tokens([ids.pad]))
 
 
-def sealed_texts(ids: PrimitiveIds) -> PrimitiveTexts:
-    """Texts that this process's tokenizers read as primitives, even where text is literal: whoever writes
-    prompts elsewhere does not know them."""
-    return PrimitiveTexts(tokens_form([ids.sep]), tokens_form([ids.pdep]), tokens_form([ids.pad]))
+@cache
+def own_seal() -> Seal:
+    """Of a process that writes its prompts itself: counts everywhere in it.  A server has none."""
+    seal = Seal()
+    _own.add(seal.secret)
+    return seal
+
+
+def public_text(text: str, decode: Callable[[list[int]], str]) -> str:
+    """``text`` as others may see it: with the texts of tokens that are written in it now."""
+    parts = split_forms(text, literal=True)
+    return "".join(part if isinstance(part, str) else decode(list(part.ids)) for part in parts)
 
 
 def has_forms(text: str, *, literal: bool = False) -> bool:
@@ -75,7 +105,7 @@ class WrittenTokens:
 def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens]:
     """Cut ``text`` at the tokens written in it.
 
-    What only looks like tokens, but was not written by this process, stays text.  Raises
+    What only looks like tokens, or does not count here, stays text.  Raises
     :class:`UnresolvedId` for an id, which is text like any other if text is ``literal``.
     """
     if _HINT not in text:
@@ -98,22 +128,27 @@ def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens
 
 
 def _written(text: str) -> Iterator[re.Match[str]]:
-    """Where this process wrote tokens."""
-    return (m for m in _TOKENS_FORM.finditer(text) if hmac.compare_digest(m[1], _seal(m[2])))
+    """Where tokens are written that count here."""
+    counts = _counts.get()
+    return (m for m in _TOKENS_FORM.finditer(text) if m[1] == counts or m[1] in _own)
+
+
+def _checksum(tokens: Sequence[int]) -> int:
+    return zlib.crc32(array("I", tokens).tobytes()) & MAX_TOKEN_ID
 
 
 def _unpacked(body: str) -> tuple[int, ...]:
-    try:
+    with suppress(binascii.Error, ValueError):
         packed = base64.b64decode(body, validate=True)
-    except binascii.Error as e:  # the seal is right, so it was not altered on its way
-        raise RuntimeError(f"sealed tokens are damaged: {e}") from e
-    data = bytearray(len(packed) // 3 * 4)
-    for i in range(3):
-        data[i::4] = packed[i::3]
-    words = array("I")
-    words.frombytes(bytes(data))
-    return tuple(words)
-
-
-def _seal(body: str) -> str:
-    return hmac.new(_KEY, body.encode(), hashlib.sha256).hexdigest()[:32]
+        data = bytearray(len(packed) // 3 * 4)
+        for i in range(3):
+            data[i::4] = packed[i::3]
+        words = array("I")
+        words.frombytes(bytes(data))
+        *tokens, checksum = words
+        if checksum == _checksum(tokens):
+            return tuple(tokens)
+    raise ValueError(
+        "the chat template alters texts of messages, so separators and segments get lost in them: use a "
+        "template that writes texts as they are"
+    )

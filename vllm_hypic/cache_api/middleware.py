@@ -1,4 +1,7 @@
-"""Replaces segment ids and parts in the bodies of requests with prompts, before vLLM reads them."""
+"""Reads segment ids and parts in the bodies of requests with prompts.
+
+What they stand for is put in their place where the prompts are rendered.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from vllm.exceptions import VLLMError
 from ..primitives.parts import PART_TYPES
 from .commands import Content, Failure
 from .control import CommandFailed, Control
-from .expand import PATHS, MisplacedId, expand, ids_in
+from .expand import PATHS, MisplacedId, expand, ids_in, rewriting, shown
+from .forms import Seal
 from .models import error_body
+from .rewriting import Rewriting, carrying
 
 # What we look for is written in ASCII, which JSON may write as \u escapes.
 _HINTS = (b"<|hypic_segment:", b"\\u", *(f'"{name}"'.encode() for name in PART_TYPES))
@@ -39,12 +44,12 @@ class SegmentIds:
     async def _replace(self, path: str, control: Control, scope: Scope, receive: Receive, send: Send) -> None:
         body, pending = await _read(receive)
         replay = _Replay(body, pending, receive)
-        request = _parsed(body)
+        request, carried = _parsed(body), None
         if request is not None and _has_good_salt(request):
             try:
-                changed = await replaced(path, request, control)
-                if changed is not request:
-                    replay.body = json.dumps(changed).encode()
+                public, carried = await replaced(path, request, control)
+                if carried is not None:
+                    replay.body = json.dumps(public).encode()
                     scope = _with_length(scope, len(replay.body))
             except CommandFailed as e:
                 return await _refuse(e.status, e.message, scope, receive, send)
@@ -53,21 +58,27 @@ class SegmentIds:
             except VLLMError as e:  # vLLM's own handlers stand behind this middleware
                 error = create_error_response(e).error
                 return await _refuse(error.code, error.message, scope, receive, send)
-        await self.app(scope, replay, send)
+        with carrying(carried):
+            await self.app(scope, replay, send)
 
 
-async def replaced(path: str, request: dict[str, Any], control: Control) -> dict[str, Any]:
-    """The request with texts and tokens in place of parts and ids."""
+async def replaced(
+    path: str, request: dict[str, Any], control: Control
+) -> tuple[dict[str, Any], Rewriting | None]:
+    """The request as vLLM is to read it, and what its prompts become; ``None``: they stay."""
     ids = ids_in(path, request, literal=control.literal)
     if ids is None:
-        return request
+        return request, None
     contents: dict[str, Content] = {}
     if ids:
         resolved = await control.resolve(ids, request.get("cache_salt"))
         if resolved.unknown:
             raise CommandFailed(Failure(404, _unknown(resolved.unknown)))
         contents = resolved.contents
-    return expand(path, request, contents, control.texts, literal=control.literal)
+    seal, literal = Seal(), control.literal
+    written = expand(path, request, contents, control.texts(seal), seal, literal=literal)
+    public = shown(path, request, control.config.tokens, literal=literal)
+    return public, rewriting(path, public, written, seal)
 
 
 async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
+from ..cache_api.rewriting import forgotten
 from ..config.engine import config_of, own_options
 from ..pool.families import family_in
 from ..primitives.learned import NONE_HERE
@@ -42,6 +43,11 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
     """
     if own_options(vllm_config.kv_transfer_config) is None:
         return
+    if forgotten():
+        raise RequestRefused(
+            "parts and segment ids of this request were read by nobody: vLLM took its prompt from "
+            "kv_transfer_params, or renders this model's chats without the tokenizer; use /v1/completions"
+        )
     config = config_of(vllm_config)
     params = request.sampling_params
     extra = None if params is None else _without_command(params.extra_args)

@@ -7,6 +7,7 @@ without primitives keep their tokens; of other contents each piece has the token
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from openai_harmony import DeveloperContent, Message, SystemContent, TextContent
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.parser.harmony_utils import auto_drop_analysis_messages, get_encoding
 
+from ..cache_api.rewriting import current
 from ..primitives.parts import parts_of
 from ..primitives.structure import Chat
 from ..primitives.tokens import Marker
@@ -32,6 +34,21 @@ def refuse_parts(messages: object) -> None:
             f"part {dict(part)!r:.200}: expected text; such parts may stand in messages of "
             "/v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
         )
+
+
+def is_cut(said: object, tokenizer: HypicTokenizer) -> bool:
+    """Whether a chat of ``said``, texts in messages and tools, has primitives, parts or segment ids."""
+    return current(chat=True) is not None or tokenizer.has_primitives(said)
+
+
+@contextmanager
+def written(request: ChatCompletionRequest) -> Iterator[ChatCompletionRequest]:
+    """The request with what its parts and segment ids stand for, which is read inside alone."""
+    if (rewriting := current(chat=True)) is None:
+        yield request
+        return
+    with rewriting.seal:
+        yield request.model_copy(update={"messages": rewriting.of(request.messages)})
 
 
 def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) -> list[int]:

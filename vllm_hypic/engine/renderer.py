@@ -3,14 +3,20 @@
 Prompts are what they are without it.  Messages, tools and documents travel beside the rendered prompt, first
 in the renderer's prompt and then in the engine's input, to ``InputProcessor.process_inputs``
 (``patches/request_check.py``): in the request's own objects, so nothing is shared between requests.
+
+Parts and segment ids of a request are replaced here, and what comes out of the renderer shows their public
+texts: all that vLLM gives back or logs of a prompt is made of that.
 """
 
 from __future__ import annotations
 
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from vllm.renderers.hf import HfRenderer
 
+from ..cache_api.forms import public_text
+from ..cache_api.rewriting import current
 from ..patches import harmony_prompts
 from ..primitives.structure import Chat
 
@@ -23,15 +29,36 @@ CHAT = "hypic_chat"
 
 
 class HypicRenderer(HfRenderer):
-    """Overrides where messages become a prompt, and where a prompt becomes the engine's input.
+    """Overrides where messages become a prompt, and where a prompt becomes the engine's input; and all in
+    between for requests with parts or ids.
 
-    Chats of gpt-oss pass it by, so they are patched once it is made.
+    Chats of gpt-oss pass the renderer by, so they are patched once it is made.
     """
 
     def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
+        submit = self._executor.submit
+        # Threads that render and tokenise do so in the request's own context, in which its seal counts.
+        self._executor.submit = lambda *call, **named: submit(copy_context().run, *call, **named)
         if config.model_config.hf_config.model_type == "gpt_oss":
             harmony_prompts.apply()
+
+    async def render_chat_async(self, conversations: Any, *args: Any, **kwargs: Any) -> Any:
+        if (rewriting := current(chat=True)) is None:
+            return await super().render_chat_async(conversations, *args, **kwargs)
+        [messages] = conversations
+        with rewriting.seal:
+            written = [rewriting.of(_read(messages))]
+            said, inputs = await super().render_chat_async(written, *args, **kwargs)
+            return self._public(said), inputs
+
+    async def render_cmpl_async(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        if (rewriting := current(chat=False)) is None:
+            return await super().render_cmpl_async(prompts, *args, **kwargs)
+        texts = len(prompts) - len(rewriting.public)  # behind prompt_embeds
+        with rewriting.seal:
+            written = [*prompts[:texts], *rewriting.of(prompts[texts:])]
+            return await super().render_cmpl_async(written, *args, **kwargs)
 
     def render_messages(self, messages: Any, params: ChatParams) -> Any:
         messages = _read(messages)
@@ -44,12 +71,26 @@ class HypicRenderer(HfRenderer):
         return conversation, _with(prompt, messages, params)
 
     def _process_tokens(self, prompt: Any, **kwargs: Any) -> Any:
-        chat = prompt.pop(CHAT, None)
+        chat = self._taken(prompt)
         return _carrying(chat, super()._process_tokens(prompt, **kwargs))
 
     async def _process_tokens_async(self, prompt: Any, **kwargs: Any) -> Any:
-        chat = prompt.pop(CHAT, None)
+        chat = self._taken(prompt)
         return _carrying(chat, await super()._process_tokens_async(prompt, **kwargs))
+
+    def _taken(self, prompt: Any) -> Chat | None:
+        """The chat of a prompt that is tokenised, whose text is left as others may see it."""
+        if isinstance(text := prompt.get("prompt"), str):
+            prompt["prompt"] = self._public(text)
+        return prompt.pop(CHAT, None)
+
+    def _public(self, value: Any) -> Any:
+        """Texts, and what holds them, as others may see them."""
+        if isinstance(value, str):
+            return public_text(value, self._decode)
+        if isinstance(value, list):
+            return [self._public(v) for v in value]
+        return {k: self._public(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _read(messages: Any) -> list[Any]:

@@ -14,10 +14,12 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import BatchEncoding, PythonBackend, TokenizersBackend
 from transformers.tokenization_utils_base import TruncationStrategy
@@ -30,7 +32,7 @@ from vllm.tokenizers.registry import (
     tokenizer_args_from_config,
 )
 
-from ..cache_api.forms import WrittenTokens, has_forms, sealed_texts, split_forms
+from ..cache_api.forms import WrittenTokens, has_forms, own_seal, public_text, split_forms
 from ..config.engine import TOKENIZER_MODE
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
@@ -148,7 +150,7 @@ class HypicTokenizer(_Base):
     def prompt_texts(self) -> PrimitiveTexts:
         """What stands for primitives in prompts that this process writes itself; the builders take it as
         ``texts``.  Where text is literal nobody else knows it."""
-        return sealed_texts(self.hypic_ids) if self.hypic_texts.literal else self.hypic_texts
+        return own_seal().texts(self.hypic_ids) if self.hypic_texts.literal else self.hypic_texts
 
     @property
     def _own(self) -> Any:
@@ -423,10 +425,26 @@ def _rebuild(
         "_hypic_vocab": vocab,
         "_hypic_plain": plain,
         "_hypic_literal": literal,
+        "apply_chat_template": _with_public_refusals(type(cached).apply_chat_template),
     }
     # As vLLM's own wrappers do: a class of its own per object, so that isinstance() keeps working.
     cached.__class__ = type(f"Hypic{type(plain).__name__}", (HypicTokenizer, type(cached)), members)
     return cached
+
+
+def _with_public_refusals(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_chat_template``; what a template says of a text that it refuses is logged and answered."""
+
+    @wraps(method)  # vLLM asks what arguments it takes
+    def apply_chat_template(self: HypicTokenizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except TemplateError as e:
+            if (shown := public_text(str(e), self.decode)) == str(e):
+                raise
+            raise TemplateError(shown) from None
+
+    return apply_chat_template
 
 
 def _without_cache(tokenizer: HfTokenizer) -> HfTokenizer:

@@ -20,7 +20,7 @@ def apply() -> None:
     from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
     from vllm.renderers.online_renderer import OnlineRenderer as Renderer
 
-    from ..engine.harmony import as_chat, chat_in, chat_of, cut, refuse_parts
+    from ..engine.harmony import as_chat, chat_in, chat_of, cut, is_cut, refuse_parts, written
     from ..engine.renderer import CHAT
     from ..engine.tokenizer import HypicTokenizer
 
@@ -34,7 +34,12 @@ def apply() -> None:
         refuse_parts(request.messages)
         messages, [prompt] = stock(self, request, should_include_tools)
         if messages:  # else the prompt came as tokens
-            prompt["prompt_token_ids"] = cut(messages, prompt["prompt_token_ids"], self.renderer.tokenizer)
+            with written(request) as asked:
+                said, ids = messages, prompt["prompt_token_ids"]
+                if asked is not request:
+                    said, [rewritten] = stock(self, asked, should_include_tools)
+                    ids = rewritten["prompt_token_ids"]
+                prompt["prompt_token_ids"] = cut(said, ids, self.renderer.tokenizer)
             prompt[CHAT] = chat_of(request, with_tools=should_include_tools)
         return messages, [prompt]
 
@@ -66,7 +71,7 @@ def apply() -> None:
     ) -> Any:
         if self.use_harmony and is_ours(self) and isinstance(request, TokenizeChatRequest):
             tools = [tool.model_dump() for tool in request.tools or ()]
-            if self.renderer.tokenizer.has_primitives((messages, tools)):
+            if is_cut((messages, tools), self.renderer.tokenizer):
                 with_tools = request.tools is not None
                 return self._make_request_with_harmony(as_chat(request), should_include_tools=with_tools)
         return await stock(self, request, messages, *args, **kwargs)

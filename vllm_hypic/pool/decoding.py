@@ -83,7 +83,7 @@ class Decoding:
         floor = np.zeros(len(requests), dtype=np.int64)
         for row, (plan, *_) in streams.items():
             ends = [p.at + 1 for p in plan.points[-1:]] + [end for _, end in plan.islands[-1:]]
-            floor[row] = max(len(plan.positions), *ends)
+            floor[row] = max([len(plan.positions), *ends])
         if not streams or (computed < floor).any():
             return None
         rows = np.array(list(streams), dtype=np.int64)
