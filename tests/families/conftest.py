@@ -11,7 +11,8 @@ from engine.engines import Engine
 from engine.test_contexts_and_islands import context_file
 
 from .contract import DUMMY, Models, Served
-from .table import CASES, LAYER_CASES, Case, LayerCase
+from .rows import Case, LayerCase
+from .table import CASES, LAYER_CASES
 
 __all__ = ["context_file", "engine_logs", "module_engine", "start_engine"]
 

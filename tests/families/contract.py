@@ -22,7 +22,7 @@ from oracle import Oracle, random_segments
 from oracle.oracle import LinearRecord
 
 if TYPE_CHECKING:
-    from .table import Case, OneLayer
+    from .rows import Case, OneLayer
 
 
 @dataclass(frozen=True)

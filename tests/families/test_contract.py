@@ -36,7 +36,8 @@ from .contract import (
     steps_apart,
     whole_vocabulary,
 )
-from .table import BF16, CASES, F32, FAMILIES, LAYER_CASES, LAYERS, Case, Family, LayerCase, OneLayer
+from .rows import BF16, F32, Case, Family, LayerCase, OneLayer
+from .table import CASES, FAMILIES, LAYER_CASES, LAYERS
 
 
 def judged(part: str, dtypes: tuple[str, ...] = (F32, BF16)) -> list[Case]:

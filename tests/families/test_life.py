@@ -37,7 +37,8 @@ from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel.sender import Sender
 
 from .contract import COMPOSED, Models
-from .table import BF16, F32, LIVES, Family
+from .rows import BF16, F32, Family
+from .table import LIVES
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from engine.test_contexts_and_islands import ISLANDS
 from oracle.models import save_windowed_model
 
 from .contract import COMPOSED, QUERY, TEXT, THIRD, Models, first_token, largest
-from .table import FULL, SLIDING
+from .rows import FULL, SLIDING
 
 MIXED = {"sliding_window": 64, "layer_types": [SLIDING, FULL]}
 BOUND = 0.25
