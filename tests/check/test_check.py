@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine.engines import Engine
+from families.table import FAMILIES, Family
 from lib import forked
 from oracle.bailing_models import save_bailing_model
 from oracle.fla_models import save_fla_model
@@ -16,6 +19,7 @@ from oracle.fla_models import save_fla_model
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.random_ring import save_ring_model
+from vllm_hypic.pool.families import FAMILIES as LINEAR
 from vllm_hypic.pool.geometry import expected_space
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +64,28 @@ def test_an_engine_has_the_pool_that_is_told(tmp_path: Path) -> None:
         "gated delta net, 4 heads of 64 x 64": 6,
         "full attention, 2 KV heads of 64": 2,
     }
+
+
+@pytest.mark.engine
+@pytest.mark.fast("gated-delta", "mamba1-alone", "latents", "windows", "shared-kv")
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_an_engine_logs_the_layers_that_are_told(tmp_path: Path, family: Family) -> None:
+    """And no room for what the model does not have."""
+    model, log = tmp_path / "model", tmp_path / "log"
+    family.save(model)
+    dtype, _ = family.cases[0]
+    told: Counter[str] = Counter()
+    for kind in checked(model)["kinds"]:
+        told[kind["what"].partition(",")[0]] += kind["layers"]
+    with Engine(model, log, **family.engine_args(dtype)):
+        found = re.search(r"hypic: (\d.*); link=.* GiB = (.*); eager", log.read_text())
+    assert found is not None
+    logged: Counter[str] = Counter()
+    for count, kind in re.findall(r"(\d+) ([^(,]+?)(?: \(\w+\))?(?:, |$)", found[1]):
+        logged[kind] += int(count)
+    assert logged == told
+    linear = {kind for kind in told if kind in {f.name for f in LINEAR}}
+    assert ("pages" in found[2], "state" in found[2]) == (bool(told.keys() - linear), bool(linear))
 
 
 def test_short_convolutions_take_their_tails(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from ..pool.families import FAMILIES
-from ..pool.geometry import FP8
+from ..pool.geometry import FP8, AttentionGeometry, LatentGeometry
 from .attention.base import AttentionLink, LinkedAttention
 from .linear.base import LinearLayer
 from .ops import extension, span_attention
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from ..pool.runtime import HypicRuntime
 
 logger = init_logger("vllm.hypic.attach")
+
+READS_OTHERS = "attention over the KV of another layer"
+"""What the log and ``vllm-hypic check`` call layers without a cache of their own."""
 
 
 def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], HypicRuntime]) -> str:
@@ -47,14 +50,26 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
     for impl in readers.values():
         # Whose K and V a layer reads, by whose rope they are rotated: everything is the owner's.
         impl.link = impls[impl.kv_sharing_target_layer_name].link
-    found = _describe(ropes, [layers[g.layer].family.name for g in geometry.linear])
-    return f"{found}, {len(readers)} reading the KV of others" if readers else found
+    kinds = Counter(
+        f"{attention_kind(layers[a.layer], a)} ({_rope_kind(ropes[a.layer])})" for a in geometry.attention
+    )
+    kinds.update(layers[g.layer].family.name for g in geometry.linear)
+    kinds.update([READS_OTHERS] * len(readers))
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
 
 
 def cache_owner(layer: object) -> str | None:
     """The name of the layer whose KV cache this one reads; ``None``: it has its own, or none."""
     owner: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
     return owner
+
+
+def attention_kind(layer: AttentionLayerBase, geometry: AttentionGeometry) -> str:
+    """What the log and ``vllm-hypic check`` call a layer that is served: by the columns that its rows see."""
+    if isinstance(geometry, LatentGeometry):
+        return "latent attention"
+    window = getattr(layer, "sliding_window", None)
+    return "full attention" if window is None else f"attention in a window of {window}"
 
 
 def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
@@ -110,7 +125,7 @@ def _link(
             runtime.pool.scale(name, layers[name]._k_scale_float, layers[name]._v_scale_float)
         impl.connect(layers[name], AttentionLink(runtime, runtime.pool.kv[name], ropes[name]))
         if device == "cpu":  # elsewhere the layer itself refuses
-            _warn_of_refusal("full attention", span_attention.refuses(impl.head_size, device))
+            _warn_of_refusal("attention", span_attention.refuses(impl.head_size, device))
     for name in runtime.pool.linear:
         reason = layers[name].kernel_refusal()
         if device == "cpu":
@@ -131,10 +146,5 @@ def _warn_of_refusal(kind: str, reason: str | None) -> None:
         logger.warning_once("hypic: %s runs in PyTorch, several times slower: %s", kind, reason)
 
 
-def _describe(ropes: dict[str, RopeTap | None], linear: list[str]) -> str:
-    kinds = Counter(
-        "NoPE" if rope is None else type(rope).__name__.removeprefix("Hypic") for rope in ropes.values()
-    )
-    attention = ", ".join(f"{n} full attention ({kind})" for kind, n in kinds.items())
-    families = [f"{n} {family}" for family, n in Counter(linear).items()]
-    return ", ".join(filter(None, [attention, *families]))
+def _rope_kind(rope: RopeTap | None) -> str:
+    return "NoPE" if rope is None else type(rope).__name__.removeprefix("Hypic")

@@ -32,7 +32,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from ..backends.attach import cache_owner, layer_refusal
+from ..backends.attach import READS_OTHERS, attention_kind, cache_owner, layer_refusal
 from ..backends.linear.base import LinearLayer
 from ..config.engine import SECTION, HypicConfig
 from ..config.gate import GateConfig
@@ -189,11 +189,11 @@ def _judged(
             reason = cache_refusal(spec)
         if spec is None or reason is not None:
             reads = reason is None and cache_owner(layer)
-            kinds["attention over the KV of another layer" if reads else type(layer).__name__, reason, 0] += 1
+            kinds[READS_OTHERS if reads else type(layer).__name__, reason, 0] += 1
             continue
         geometry = layer_geometry(name, spec, dtype, config, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)
-        kinds[_what(layer, spec, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
+        kinds[_what(layer, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
         served.append(geometry)
     found = tuple(LayerKind(n, what, reason, n * each) for (what, reason, each), n in kinds.items())
     about = dataclasses.replace(about, kinds=found)
@@ -213,12 +213,11 @@ def _judged(
     )
 
 
-def _what(layer: AttentionLayerBase, spec: KVCacheSpec, geometry: LayerGeometry) -> str:
+def _what(layer: AttentionLayerBase, geometry: LayerGeometry) -> str:
     if isinstance(geometry, LatentGeometry):
-        return f"latent attention, rows of {geometry.head_size}"
+        return f"{attention_kind(layer, geometry)}, rows of {geometry.head_size}"
     if isinstance(geometry, AttentionGeometry):
-        window = getattr(spec, "sliding_window", None)
-        reach = "full attention" if window is None else f"attention in a window of {window}"
-        return f"{reach}, {geometry.kv_heads} KV heads of {geometry.head_size}"
+        kind = attention_kind(layer, geometry)
+        return f"{kind}, {geometry.kv_heads} KV heads of {geometry.head_size}"
     assert isinstance(layer, LinearLayer)
     return f"{layer.family.name}, {geometry.shape}"

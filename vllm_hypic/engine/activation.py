@@ -14,7 +14,15 @@ from ..config.drafting import refusal as refusal_of_drafts
 from ..config.drafting import see_text_alike
 from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
-from ..patches import bailing_config, cpu_kernel_overrides, cpu_kimi_model, cpu_mla_blocks, engine_stop
+from ..patches import (
+    bailing_config,
+    cpu_kernel_overrides,
+    cpu_kimi_model,
+    cpu_mla_blocks,
+    engine_interrupt,
+    engine_parent,
+    engine_stop,
+)
 from ..pool.families import NOT_SERVED, family_in
 
 if TYPE_CHECKING:
@@ -88,7 +96,8 @@ def complete(config: VllmConfig) -> None:
             "address; run one server per replica behind a router"
         )
     _look_at_gate(config)
-    _give_time_to_end(config)
+    engine_interrupt.apply()
+    engine_parent.apply(_give_time_to_end(config))
 
 
 def _refuse_executors(parallel: ParallelConfig) -> None:
@@ -238,16 +247,17 @@ def _look_at_gate(config: VllmConfig) -> None:
     look(config, config_of(config))
 
 
-def _give_time_to_end(config: VllmConfig) -> None:
-    """The store writes what is queued, then closes its tiers, each for ``close_s`` at most."""
+def _give_time_to_end(config: VllmConfig) -> float:
+    """Returns seconds: the store writes what is queued and closes its tiers, each for ``close_s`` at most."""
     store = config_of(config).store
     if not store.tiers:
-        return
+        return engine_stop.STOCK_S
     store_s = 2 * store.close_s
     engine_stop.allow(store_s + TEARDOWN_S)
     # vLLM's only switch for how long an engine waits for its workers; its processes inherit it.
     if not envs.is_set("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"):
         os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = str(math.ceil(store_s + TEARDOWN_S / 2))
+    return store_s + TEARDOWN_S
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:

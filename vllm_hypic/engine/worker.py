@@ -84,16 +84,12 @@ class HypicModelRunner(GPUModelRunner):
         config, geometry = config_of(self.vllm_config), worker.geometry
         self._log_operators()
         logger.info(
-            "hypic: %s; link=%s, seam %d tokens; public pool %.2f GiB = %d pages x %d tokens, %s; %s",
+            "hypic: %s; link=%s, seam %d tokens; public pool %.2f GiB = %s; %s",
             found,
             config.link,
             config.seam_tokens,
             geometry.nbytes / 2**30,
-            geometry.pages,
-            geometry.page_tokens,
-            f"{geometry.state_pages} for each state"
-            if geometry.state_pages
-            else f"{geometry.slots} state slots",
+            geometry.room,
             "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled",
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .signature import replaces
 
-_STOCK_S = 5.0
+STOCK_S = 5.0
 """What vLLM gives engines where it names no time."""
 _grace_s = 0.0
 
@@ -35,4 +35,4 @@ def apply() -> None:
         found: float | None = stock(request_timeout, process_timeout)
         if request_timeout or not _grace_s:
             return found
-        return max(_STOCK_S if found is None else found, _grace_s)
+        return max(STOCK_S if found is None else found, _grace_s)

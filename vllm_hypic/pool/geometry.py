@@ -137,6 +137,16 @@ class PoolGeometry:
         return Space(self.pages, self.slots, self.transition_blocks)
 
     @property
+    def room(self) -> str:
+        """What the log says of the pool: ``459 pages x 64 tokens, 28 state slots``, of what there is."""
+        room = [f"{self.pages} pages x {self.page_tokens} tokens"] if self.attention else []
+        if self.state_pages:
+            room.append(f"{self.state_pages} pages for each state")
+        elif self.linear:
+            room.append(f"{self.slots} state slots")
+        return ", ".join(room)
+
+    @property
     def transition_block_bytes(self) -> int:
         """One transition ``[K, K]``; all layers that have any share the blocks, and have one K."""
         return self.block_dim**2 * TRANSITION_DTYPE.itemsize
