@@ -340,8 +340,10 @@ def test_results_of_tools_are_the_newest_also_where_a_template_shows_them_as_the
     prompt = front_end.prompts(said)[0]
     ids = prompt["prompt_token_ids"]
     assert not front_end.asked(ids, prompt, "text").spans
-    first, stop = Words(front_end.finder._segments._vocabulary.texts.of, front_end.special).question_in(ids)
+    words = Words(front_end.finder._segments._vocabulary.texts.of, front_end.special)
+    first, stop = words.question_in(ids)
     assert front_end.renderers[0].get_tokenizer().decode(ids[first:stop]) == said[0]["content"]
+    assert words.question_in(sorted(front_end.special)) == (0, len(front_end.special)), "nothing is said"
 
 
 def test_a_message_of_one_text_is_cut_by_patterns(front_end: FrontEnd) -> None:

@@ -123,8 +123,13 @@ class Words:
         self._tokens = 0
 
     def question_in(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Tokens ``[start, stop)`` of the message of a rendered chat that asks: the last one of the user."""
+        """Tokens ``[start, stop)`` of the message of a rendered chat that asks: the last one of the user.
+
+        All tokens, where the prompt has no message.
+        """
         messages = messages_of(prompt, self._texts(prompt), self._special)
+        if not messages:
+            return 0, len(prompt)
         asked = messages[newest_of(messages)]
         return asked.start, asked.stop
 
