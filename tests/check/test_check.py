@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from engine.engines import Engine
-from families.table import FAMILIES, Family
+from families.rows import Family
+from families.table import FAMILIES
 from lib import forked
 from oracle.bailing_models import save_bailing_model
 from oracle.fla_models import save_fla_model

@@ -248,7 +248,7 @@ def test_the_command_prints_a_prompt_in_colours(byte_server: Server, tmp_path: P
     body = {**chat(*documents, part("Which?")), "vllm_xargs": CUT}
     file = tmp_path / "request.json"
     file.write_text(json.dumps(body))
-    ask(byte_server, {**chat(*documents[:2], part("Which?"))}, CUT)
+    ask(byte_server, chat(*documents[:2], part(document("another")), part("Which?")), CUT)
     told = explain(byte_server, str(file), "--json")
     assert told.exit_code == 0 and json.loads(told.output) == explained(byte_server, body)
     plain = explain(byte_server, str(file))

@@ -79,7 +79,7 @@ def shown(browser: webdriver.Chrome, kind: str = "*") -> list[str]:
 def test_a_chat_request_is_explained(browser: webdriver.Chrome, byte_server: Server) -> None:
     documents = [part(document(("page", i))) for i in range(3)]
     body = {**chat(*documents, part("Which?")), "vllm_xargs": CUT, "cache_salt": "page"}
-    ask(byte_server, {**body, **chat(*documents[:2], part("Which?"))}, CUT)
+    ask(byte_server, {**body, **chat(*documents[:2], part(document("another")), part("Which?"))}, CUT)
     found = explained(byte_server, body)
     assert [part["state"] for part in segments(found)] == ["resident", "resident", "absent"]
     del body["cache_salt"]

@@ -183,9 +183,9 @@ def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server,
     answered = [*asked, call, {"role": "tool", "tool_call_id": "1", "content": result}]
     used = {"type": "tool_use", "id": "1", "name": "tool", "input": {"a": 1}}
     got = {"type": "tool_result", "tool_use_id": "1", "content": result}
-    begins = {"continue_final_message": True, "add_generation_prompt": False}
+    begins = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 1}
     bodies: list[tuple[str, dict[str, Any]]] = [
-        ("chat/completions", {"messages": answered}),
+        ("chat/completions", {"messages": answered, "max_tokens": 1}),
         ("chat/completions", {"messages": [*asked, {"role": "assistant", "content": begun}], **begins}),
         (
             "responses",
@@ -194,7 +194,8 @@ def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server,
                     *asked,
                     {"type": "function_call", "call_id": "1", **function},
                     {"type": "function_call_output", "call_id": "1", "output": result},
-                ]
+                ],
+                "max_output_tokens": 1,
             },
         ),
         (
