@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import vllm_hypic.primitives
+
+pytestmark = pytest.mark.processes
 
 
 def loaded_after(code: str, *modules: str) -> dict[str, bool]:

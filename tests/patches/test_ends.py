@@ -133,6 +133,7 @@ def way(tmp_path: Path) -> Iterator[SlowWay]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_program_as_users_start_it(program, as_users_start):
     """Its processes import everything once more, before they can know of anything."""
     started = program()

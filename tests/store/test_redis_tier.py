@@ -14,7 +14,7 @@ from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 from .conftest import WallClock
 from .tier_contract import HeedsPins, SurvivesRestart, content, got, name, put, value, view
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 PASSWORD = "open-sesame-7"
 WORKERS = 4

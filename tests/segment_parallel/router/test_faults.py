@@ -21,6 +21,8 @@ from .conftest import Caller, RunningRouter, Site, wait_for
 from .fake import STREAM, FakeInstance, tokens_of
 from .prompts import cold
 
+pytestmark = pytest.mark.processes
+
 LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
 
 
