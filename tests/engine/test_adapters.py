@@ -18,6 +18,7 @@ from oracle import random_segments
 from . import tiny_models
 from .conftest import EngineFactory, lent
 from .engines import Answer, Ask, Engine, answer_of, prompt, run_apart, same, sampling_params, scheduler_of
+from .test_kv_events import EVENTS, LAST, published
 
 LEAD, ONE, TWO, QUERY = random_segments([40, 150, 400, 21], vocab=480, seed=7)
 ASK = Ask(prompt(ONE, TWO, lead=LEAD, query=QUERY))
@@ -274,7 +275,7 @@ def test_files_that_are_gone_change_nothing(engine: Engine, files: Files, check:
 
 
 def test_files_that_cannot_be_read(engine: Engine, files: Files, check: Any) -> None:
-    """Records of weights that nobody knows are not shared."""
+    """Requests share no records while the adapter's files cannot be read."""
     (files.path / "adapter_model.bin").mkdir()  # vLLM takes the file of safetensors
     adapter = Adapter(str(files.path))
     engine.call(load, adapter)
@@ -282,6 +283,21 @@ def test_files_that_cannot_be_read(engine: Engine, files: Files, check: Any) -> 
     (files.path / "adapter_model.bin").rmdir()
     engine.call(load, again := replace(adapter, in_place=True))
     assert check(engine, again, OLD).cached == 0
+
+
+def test_no_event_names_blocks_of_weights_that_replaced_others(
+    start_engine: EngineFactory, model: Path, files: Files
+) -> None:
+    """The salt of these blocks holds a secret of the engine."""
+    with start_engine(model, **ARGS | EVENTS) as engine:
+        adapter = Adapter(str(files.path))
+        engine.call(answers, adapter, ASK.plain())
+        files.put(NEW)
+        engine.call(load, again := replace(adapter, in_place=True))
+        engine.call(answers, again, ASK.plain())
+        engine.ask(Ask(tuple(LAST)))
+        events, leaked = engine.call(published, LAST)
+    assert not leaked and [event["lora_name"] for event in events].count(adapter.name) == 1
 
 
 def test_two_adapters_under_one_id(engine: Engine, files: Files, check: Any) -> None:

@@ -1,4 +1,4 @@
-"""KV events: routers are told of the blocks of plain requests, as by a stock engine, and of no others."""
+"""KV events name the blocks of plain requests, as a stock engine's events do, and no other blocks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_only_blocks_of_plain_requests_are_published(
             stored |= {(event["group_idx"], h) for h in event["block_hashes"]}
         elif event["type"] == "BlockRemoved":
             gone = {(event["group_idx"], h) for h in event["block_hashes"]}
-            assert gone <= stored, "removed was what nobody was told of"
+            assert gone <= stored, "an event removes a block that no event has stored"
     assert not leaked and any(e["type"] == "BlockRemoved" for e in events)
     assert ours.call(reset_caches)
     ours.call(generate_one_by_one, [Ask(tuple(TWO * 3)), Ask(tuple(LAST[1:]))])

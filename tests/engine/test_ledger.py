@@ -43,13 +43,13 @@ class Row:
     cached: dict[str, int] = field(default_factory=dict)
     """What caches have of the prompts, by vLLM's names of sources."""
     asked: int = 0
-    """Of prompts that records, or another connector, are asked for."""
+    """Tokens of prompts that records, or another connector, are asked for."""
     local: int = 0
-    """Of these, those that vLLM's own cache has: nobody else is asked for them."""
+    """Tokens that vLLM's own prefix cache has, so that no other cache is asked for them."""
     unlooked: int = 0
-    """Of prompts that vLLM's own cache is not asked for."""
+    """Tokens of prompts that vLLM's own prefix cache is not asked for."""
     elsewhere: int = 0
-    """What another connector has."""
+    """Tokens that another connector has."""
     created: int | None = None
     first: Callable[[Any], None] | None = None
     """Done before anything is counted."""
@@ -124,7 +124,7 @@ def rate(line: str, name: str) -> str | None:
 
 
 def ledger(llm: Any, row: Row) -> tuple[list[Usage], dict[str, int], Counter[str], str]:
-    """What clients are told of a row, what counters rose by, their values and the log line."""
+    """Returns the usage of a row's answers, each counter's rise, the counters' values and the log line."""
     if row.first is not None:
         row.first(llm)
     drain(llm)

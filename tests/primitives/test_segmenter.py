@@ -248,7 +248,7 @@ def test_messages_are_found_behind_headers(tokenizer_dirs, kind: str) -> None:
     said = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Me,\nof course."), ("user", "Why?")]
     ids = chat.ids(*said)
     texts = chat.texts(ids)
-    found = messages_of(ids, texts, chat.special)
+    found = messages_of(ids, lambda start, stop: "".join(texts[start:stop]), chat.special)
     assert ["".join(texts[m.start : m.stop]).strip() for m in found] == [text for _, text in said]
     assert [m.leads for m in found] == [True, False, False, False]
     assert [m.answers for m in found] == [False, False, True, False]

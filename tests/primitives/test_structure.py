@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,6 @@ from vllm_hypic.engine.renderer import CHAT
 from vllm_hypic.engine.segments import SegmentFinder
 from vllm_hypic.engine.tokenizer import register_mode
 from vllm_hypic.primitives.structure import MAX_MISSED, Chat, locate
-from vllm_hypic.primitives.windows import Words
 
 from .test_segmenter import USED, prose
 
@@ -267,83 +266,6 @@ def test_tool_results_stay_when_the_chat_goes_on(front_end: FrontEnd) -> None:
     begun = front_end.ask([QUESTION, result])
     longer = front_end.ask([QUESTION, result, {"role": "assistant", "content": prose(3, 60)}, QUESTION])
     assert len(begun.spans) == 1 and len(longer.spans) == 2 and longer.segments[0] == begun.segments[0]
-
-
-def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def placed(asked: Asked, said: Sequence[Mapping[str, Any]], rendered: str, tokenizer: Any) -> list[range]:
-    """The tokens of each message's content in a prompt of :data:`MESSAGES`, in order."""
-    offsets = tokenizer(rendered, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    assert len(offsets) == len(asked.ids)
-    found, at = [], 0
-    for message in said:
-        content = message["content"]
-        if not isinstance(content, str):  # vLLM joins parts
-            content = "\n".join(part["text"] for part in content if part["text"])
-        first = rendered.index(f"<|im_start|>{message['role']}\n{content}<|im_end|>", at)
-        first += len(f"<|im_start|>{message['role']}\n")
-        at = first + len(content)
-        tokens = [i for i, (begin, end) in enumerate(offsets) if begin < at and end > first]
-        found.append(range(tokens[0], tokens[-1] + 1) if tokens else range(0))
-    return found
-
-
-TEXTS = st.one_of(
-    st.sampled_from(["", "Why?", '{"city": "Paris"}', "naïve 東京 \U0001f44d", "<|hypic|>", "user\n"]),
-    st.builds(prose, st.integers(0, 99), st.sampled_from([15, 45, 90, 400])),
-    st.builds(
-        lambda seeds: "\n\n".join(prose(seed, 50) for seed in seeds),
-        st.lists(st.integers(0, 99), min_size=2, max_size=5),
-    ),
-)
-CONTENTS = st.one_of(TEXTS, st.lists(TEXTS, min_size=1, max_size=4).map(lambda texts: parts(*texts)))
-MARKED = CONTENTS.map(
-    lambda c: c if isinstance(c, str) else [*c[:-1], {**c[-1], "cache_control": {"type": "ephemeral"}}]
-)
-STEPS = st.tuples(TEXTS.map(lambda t: turn("assistant", t)), CONTENTS.map(lambda c: turn("tool", c))).map(
-    list
-)
-TURNS = st.tuples(MARKED.map(lambda c: turn("user", c)), st.lists(STEPS, max_size=3)).map(
-    lambda t: [t[0], *(message for step in t[1] for message in step)]
-)
-CHATS = st.tuples(
-    st.lists(TEXTS.map(lambda t: turn("system", t)), max_size=1),
-    st.lists(TURNS, min_size=1, max_size=3),
-    st.lists(TEXTS.map(lambda t: turn("assistant", t)), max_size=1),
-).map(lambda t: [*t[0], *(message for said in t[1] for message in said), *t[2]])
-"""Chats as clients send them: answers, calls and results of tools, begun answers."""
-
-
-@pytest.mark.parametrize("mode", ["structure", "text", "cdc"])
-@given(said=CHATS, newest=st.sampled_from([40, 160]))
-def test_what_a_chat_ends_with_is_in_no_segment(front_ends, mode: str, said: list[Any], newest: int) -> None:
-    """The last message of the user and each behind it, up to a length; segments of others are in one message
-    each, and stay where they are when the chat goes on."""
-    front_end = front_ends("qwen", newest_tokens=newest, mean_tokens=64)
-    prompt = front_end.prompts(said)[0]
-    ids = prompt["prompt_token_ids"]
-    asked = front_end.asked(ids, prompt, mode)
-    where = placed(asked, said, prompt["prompt"], front_end.renderers[0].get_tokenizer())
-    last = max(i for i, message in enumerate(said) if message["role"] == "user")
-    for start, stop in asked.spans:
-        [of] = [i for i, tokens in enumerate(where) if start in tokens]
-        assert stop - 1 in where[of] and (of < last or len(where[of]) > newest)
-
-
-def test_results_of_tools_are_the_newest_also_where_a_template_shows_them_as_the_users(front_ends) -> None:
-    front_end = front_ends("qwen", newest_tokens=400)
-    result = f"<tool_response>\n{prose('result', 60)}\n</tool_response>"
-    step = [turn("assistant", prose("call", 60)), turn("user", result)]
-    said = [turn("user", f"Why? {prose('question', 60)}"), *step, *step]
-    prompt = front_end.prompts(said)[0]
-    ids = prompt["prompt_token_ids"]
-    assert not front_end.asked(ids, prompt, "text").spans
-    words = Words(front_end.finder._segments._vocabulary.texts.of, front_end.special)
-    first, stop = words.question_in(ids)
-    assert front_end.renderers[0].get_tokenizer().decode(ids[first:stop]) == said[0]["content"]
-    assert words.question_in(sorted(front_end.special)) == (0, len(front_end.special)), "nothing is said"
 
 
 def test_a_message_of_one_text_is_cut_by_patterns(front_end: FrontEnd) -> None:

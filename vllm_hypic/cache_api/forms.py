@@ -33,7 +33,7 @@ MAX_TOKEN_ID = 2**24 - 1
 _counts: ContextVar[str] = ContextVar("seal", default="")
 """The secret of the seal that counts in this context."""
 _own = set[str]()
-"""Of :func:`own_seal`."""
+"""The secret of the seal that :func:`own_seal` made, if this process has one."""
 
 
 class UnresolvedId(ValueError):
@@ -75,7 +75,10 @@ class Seal:
 
 @cache
 def own_seal() -> Seal:
-    """Of a process that writes its prompts itself: counts everywhere in it.  A server has none."""
+    """The seal of a process that writes its own prompts; the seal counts in all of the process.
+
+    No server calls this function.
+    """
     seal = Seal()
     _own.add(seal.secret)
     return seal

@@ -43,7 +43,7 @@ class SegmentingConfig(ConfigSection):
     """The question is looked for in so many tokens at the end of the last message: a piece most of which lies
     there is computed in the stream.  0: there is none, and the message's end is a piece like others."""
     newest_tokens: Natural = 512
-    """The last message of the user and each message behind it is computed in the stream as a whole if it has
-    so many tokens at most.  What a request ends with is exact.  Longer messages are cut as others are."""
+    """The user's last message, and each later message, stays in the stream up to this length.  The end of a
+    request is therefore exact.  Longer messages are cut."""
     max_segments: Positive = 256
     """Segments of one prompt; what comes behind them is computed in the stream."""

@@ -45,7 +45,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         return
     if forgotten():
         raise RequestRefused(
-            "parts and segment ids of this request were read by nobody: vLLM took its prompt from "
+            "vLLM did not read the parts and segment ids of this request: it took the prompt from "
             "kv_transfer_params, or renders this model's chats without the tokenizer; use /v1/completions"
         )
     config = config_of(vllm_config)

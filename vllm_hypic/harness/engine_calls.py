@@ -216,7 +216,7 @@ def _chat(llm: Any, ask: Ask) -> Any:
         return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     system, *documents, end = ask.parts
-    found = messages_of(end, [read([token]) for token in end], special_ids(tokenizer))
+    found = messages_of(end, lambda start, stop: read(end[start:stop]), special_ids(tokenizer))
     question, *behind = (read(end[message.start : message.stop]) for message in found)
     content = [{"type": "text", "text": text} for text in [*map(read, documents), question]]
     messages = [{"role": "system", "content": read(system)}, {"role": "user", "content": content}]

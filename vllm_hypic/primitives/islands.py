@@ -8,9 +8,10 @@ not on what is cached, and is the same in every process and on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
+from .pieces import ParsedPrompt
 from .windows import SegmentWords, Words
 
 K1, B = 0.9, 0.4
@@ -26,6 +27,33 @@ IDF_STEP = 2.0**-20
 
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint ranges ``[first, stop)`` of token indices, ascending, that do not touch."""
+
+
+QuestionFinder = Callable[[Sequence[int]], tuple[int, int]]
+"""A prompt's tokens -> the tokens ``[start, stop)`` of the message that asks."""
+
+
+def query_of(
+    prompt: ParsedPrompt,
+    cached: Container[int],
+    find_question: QuestionFinder | None,
+) -> tuple[int, ...]:
+    """The tokens that islands are chosen for: of the message that asks, the last tokens outside the
+    ``cached`` pieces' records.  Where that message has no such tokens, all tokens behind the last segment.
+
+    Answers, calls and results of tools behind the message choose no islands.  A conversation that goes on
+    therefore keeps its islands, and its stream stays in vLLM's prefix cache.
+    """
+    if find_question is not None:
+        ids = [token for piece in prompt.pieces for token in piece.tokens]
+        start, stop = find_question(ids)
+        begin = len(ids)
+        for index, piece in reversed(list(enumerate(prompt.pieces))):
+            begin -= len(piece.tokens)
+            first = max(start - begin, piece.dependent_from if index in cached else 0)
+            if found := piece.tokens[first : max(first, stop - begin)]:
+                return found
+    return prompt.pieces[-1].tokens
 
 
 def choose_islands(

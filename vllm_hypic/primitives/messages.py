@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 MAX_HEADER = 16
@@ -37,8 +37,13 @@ class Message:
     """It is the user's own, and no tool's result."""
 
 
-def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[int]) -> list[Message]:
-    """The contents of ``ids``, which read ``texts``, in order; without the empty ones."""
+def messages_of(
+    ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int]
+) -> list[Message]:
+    """The contents of ``ids``, in order; without the empty ones.
+
+    ``read(start, stop)``: the text of these tokens; only headers and the first words of contents are read.
+    """
     marks = [i for i, token in enumerate(ids) if token in special]
     if not marks:
         return [Message(0, len(ids), True, False)] if ids else []
@@ -47,17 +52,17 @@ def messages_of(ids: Sequence[int], texts: Sequence[str], special: Collection[in
     for mark in marks:
         if mark < after:
             continue  # inside the header before
-        start = _header_stop(ids, texts, special, mark)
+        start = _header_stop(ids, read, special, mark)
         after = start
         behind = bisect_left(marks, start)
         stop = marks[behind] if behind < len(marks) else len(ids)
-        header = "".join(texts[mark:start])
         if stop > start:
+            header = read(mark, start)
             answers, asks, results = (
                 any(role in header for role in roles) for roles in (ANSWERING, ASKING, RESULTS)
             )
             leads = not (found or answers or asks or results)
-            asks = asks and not "".join(texts[start : start + MAX_HEADER]).lstrip().startswith(_RESULT)
+            asks = asks and not read(start, min(stop, start + MAX_HEADER)).lstrip().startswith(_RESULT)
             found.append(Message(start, stop, leads, answers, asks))
     return found
 
@@ -76,14 +81,16 @@ def newest_of(messages: Sequence[Message]) -> int:
     return max(0, last)
 
 
-def _header_stop(ids: Sequence[int], texts: Sequence[str], special: Collection[int], mark: int) -> int:
+def _header_stop(
+    ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int], mark: int
+) -> int:
     """The token behind the header that begins with the special token ``mark``."""
     stop = at = mark + 1
     while at < len(ids) and at - stop < MAX_HEADER:
         if ids[at] in special:
             stop = at + 1
-        elif "\n" in texts[at]:
-            if not _ROLE.fullmatch("".join(texts[stop : at + 1])):
+        elif "\n" in read(at, at + 1):
+            if not _ROLE.fullmatch(read(stop, at + 1)):
                 return stop
             stop = at + 1
             if stop == len(ids) or ids[stop] not in special:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from .checkpoints import Checkpoint, CheckpointRule, boundaries, checkpoints
-from .islands import Ranges
+from .islands import QuestionFinder, Ranges, query_of
 from .keys import Namespace, Role, SegmentKey, segment_key
 from .media import Media, outside
 from .pieces import ParsedPrompt, Piece, PromptError
@@ -198,7 +198,7 @@ def build_plan(
     context: Sequence[int] = (),
     learned: str = "",
     choose_islands: IslandChooser | None = None,
-    find_question: Callable[[Sequence[int]], tuple[int, int]] | None = None,
+    find_question: QuestionFinder | None = None,
     checkpoint_tokens: int = 0,
     reads_successors: bool = False,
 ) -> PromptPlan:
@@ -258,13 +258,13 @@ def _islands(
     cached: Mapping[int, CachedSegment],
     method: LinkMethod,
     choose: IslandChooser | None,
-    find_question: Callable[[Sequence[int]], tuple[int, int]] | None,
+    find_question: QuestionFinder | None,
 ) -> dict[int, Ranges]:
     """Ranges of tokens inside cached interior segments that the stream computes, by the segment's piece."""
     inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
     if method.islands is None or not prompt.pieces[-1].tokens or not inside:
         return {}
-    query = _query(prompt, cached, find_question)
+    query = query_of(prompt, cached, find_question)
     if choose is None:
         raise ValueError(f"{method.islands}: nothing chooses islands")
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
@@ -273,29 +273,6 @@ def _islands(
         i: outside(((s.head + first, s.head + stop) for first, stop in ranges), s.media)
         for (i, s), ranges in zip(inside.items(), chosen, strict=True)
     }
-
-
-def _query(
-    prompt: ParsedPrompt,
-    cached: Mapping[int, CachedSegment],
-    find_question: Callable[[Sequence[int]], tuple[int, int]] | None,
-) -> tuple[int, ...]:
-    """What islands are chosen for: of the message that asks, what stands last outside records; or else what
-    stands behind the last segment.
-
-    Answers, calls and results of tools behind that message are not in it: a conversation that goes on keeps
-    its islands, so that its stream stays in vLLM's prefix cache.
-    """
-    if find_question is not None:
-        ids = [token for piece in prompt.pieces for token in piece.tokens]
-        start, stop = find_question(ids)
-        begin = len(ids)
-        for index, piece in reversed(list(enumerate(prompt.pieces))):
-            begin -= len(piece.tokens)
-            first = max(start - begin, piece.dependent_from if index in cached else 0)
-            if found := piece.tokens[first : max(first, stop - begin)]:
-                return found
-    return prompt.pieces[-1].tokens
 
 
 def assemble(

@@ -87,14 +87,13 @@ class Segmenter:
         if len(ids) <= self._min + self._query:
             return Found((), Counter())
         texts = self._texts(ids)
-        messages = messages_of(ids, texts, self._special)
+        messages = messages_of(ids, lambda start, stop: "".join(texts[start:stop]), self._special)
         asked = [m for m in messages if not m.answers][-1:] or messages[-1:]
         newest = newest_of(messages)
-        short = [m for m in messages[newest:] if m.stop - m.start <= self._newest]
         pieces = [
             (message.start + start, message.start + stop)
-            for message in messages
-            if message not in short
+            for i, message in enumerate(messages)
+            if i < newest or message.stop - message.start > self._newest
             for start, stop in self._pieces(
                 Marks(texts[message.start : message.stop]), mode, leads=message.leads, asks=message in asked
             )

@@ -127,7 +127,9 @@ class Words:
 
         All tokens, where the prompt has no message.
         """
-        messages = messages_of(prompt, self._texts(prompt), self._special)
+        messages = messages_of(
+            prompt, lambda start, stop: "".join(self._texts(prompt[start:stop])), self._special
+        )
         if not messages:
             return 0, len(prompt)
         asked = messages[newest_of(messages)]

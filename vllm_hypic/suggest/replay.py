@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 
+from ..primitives.islands import QuestionFinder
 from ..primitives.keys import Namespace, Role, SegmentKey
 from ..primitives.pieces import ParsedPrompt
 from ..primitives.plan import IslandChooser, PoolLimits, PromptPlan, build_plan
@@ -24,7 +25,7 @@ class Linking:
     max_model_len: int
     context: tuple[int, ...] = ()
     choose_islands: IslandChooser | None = None
-    find_question: Callable[[Sequence[int]], tuple[int, int]] | None = None
+    find_question: QuestionFinder | None = None
 
     def plan(self, prompt: ParsedPrompt, salt: str | None) -> PromptPlan:
         return build_plan(
