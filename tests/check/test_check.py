@@ -256,6 +256,9 @@ def test_layers_that_read_the_kv_of_others_take_nothing(tmp_path: Path) -> None:
         "full attention, 2 KV heads of 64": (1, each),
         "attention over the KV of another layer": (2, 0),
     }
+    before = 2 * (found["segment_tokens"] - 64) * 2 * 2 * 64 * 2
+    assert [kind["before_window_bytes"] for kind in found["kinds"]] == [before, 0, 0]
+    assert "of it are rows before the last window of 2 layers: islands" in run(tmp_path).stdout
 
 
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:

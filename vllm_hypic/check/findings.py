@@ -65,6 +65,8 @@ class LayerKind:
     refusal: str | None
     segment_bytes: int
     """What one segment takes in all these layers; 0 where they are refused."""
+    before_window_bytes: int = 0
+    """Part of ``segment_bytes`` that rows before the segment's last window take; islands alone read them."""
 
 
 @dataclass(frozen=True)
@@ -182,20 +184,23 @@ def _judged(
     dtype: torch.dtype,
 ) -> Findings:
     served: list[LayerGeometry] = []
-    kinds: Counter[tuple[str, str | None, int]] = Counter()
+    kinds: Counter[tuple[str, str | None, int, int]] = Counter()
     for name, (layer, spec) in layers.items():
         reason = layer_refusal(layer, about.architecture)
         if spec is not None and reason is None:
             reason = cache_refusal(spec)
         if spec is None or reason is not None:
             reads = reason is None and cache_owner(layer)
-            kinds[READS_OTHERS if reads else type(layer).__name__, reason, 0] += 1
+            kinds[READS_OTHERS if reads else type(layer).__name__, reason, 0, 0] += 1
             continue
         geometry = layer_geometry(name, spec, dtype, config, conv_dim_first=is_conv_state_dim_first())
         alone = unsized([geometry], config)
-        kinds[_what(layer, geometry), None, alone.bytes_of(expected_space(alone, config))] += 1
+        each = alone.bytes_of(expected_space(alone, config))
+        kinds[_what(layer, geometry), None, each, _before_window(layer, geometry, config)] += 1
         served.append(geometry)
-    found = tuple(LayerKind(n, what, reason, n * each) for (what, reason, each), n in kinds.items())
+    found = tuple(
+        LayerKind(n, what, reason, n * each, n * before) for (what, reason, each, before), n in kinds.items()
+    )
     about = dataclasses.replace(about, kinds=found)
     if refused := sum(kind.layers for kind in found if kind.refusal is not None):
         return dataclasses.replace(about, refusal=f"{refused} of {len(layers)} layers cannot take part")
@@ -211,6 +216,14 @@ def _judged(
         segments=pool.pages // space.pages if space.pages else pool.slots,
         pool_bytes=pool.nbytes,
     )
+
+
+def _before_window(layer: AttentionLayerBase, geometry: LayerGeometry, config: HypicConfig) -> int:
+    """Bytes of a segment's rows that no row behind the segment sees in this layer."""
+    window = getattr(layer, "sliding_window", None)
+    if window is None or not isinstance(geometry, AttentionGeometry):
+        return 0
+    return max(0, config.expected_segment_tokens - window) * geometry.token_bytes
 
 
 def _what(layer: AttentionLayerBase, geometry: LayerGeometry) -> str:
