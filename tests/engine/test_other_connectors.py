@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,12 @@ def test_both_in_one_batch(engine: Engine, alone: Engine) -> None:
         loaded, answer = engine.ask(plain, composed)
         assert loaded.cached and loaded.tokens == first.tokens
         assert answer.tokens == expected.tokens and distance(answer, expected) <= 0.05
+
+
+def test_prompt_logprobs_of_a_prompt_in_full_are_computed(engine: Engine) -> None:
+    """What another connector has saved of the prompt is not loaded: it has no logprobs."""
+    ask = Ask(prompt(ONE, TWO, query=QUERY), extra={"hypic_link": "full"})
+    saves, loads = engine.ask_one_by_one(ask, ask)
+    assert (saves.cached, loads.cached) == (0, 384)
+    (answer,) = engine.ask(replace(ask, sampling={"prompt_logprobs": 1}))
+    assert answer.cached == 0
