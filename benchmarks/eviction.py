@@ -1,11 +1,10 @@
 """``eviction``: traces replayed through the engine's eviction policies, over cache sizes.
 
-Nothing is computed by a model, so that results are the same on every machine, tuning times excepted.
+Nothing is computed by a model, so that results are the same on every machine.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,17 @@ import click
 from rich.console import Console
 
 from vllm_hypic.harness import report
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds, size
+from vllm_hypic.harness.report import check_outputs, console, output_options, percent, size
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
-from vllm_hypic.store.eviction.replay import Setting, Window
-from vllm_hypic.store.eviction.search import best_setting
 
 from .eviction_replay import Accesses, Saved, offline_greedy, replay, upper_bound
 from .eviction_shapes import SHAPES, RecordShape
 from .eviction_traces import KINDS, Request, generate, load
 from .trace import TraceError
 
-TUNED_ACCESSES = 10_000
 LEAST_GAIN = -0.01
 """Gain over LRU that flop-aware must have in every row."""
-REPEATS = 5
-"""Repeats of a search whose time is taken."""
 MODERATE = (1 / 3, 2 / 3)
 """Contention is moderate when LRU's hit rate is between these shares of an unlimited cache's."""
 
@@ -47,24 +41,12 @@ class BudgetResult:
     """Flop-aware with admission: the default."""
     greedy: Saved
     bound_flops: float
-    setting: Setting
-    """What tuning had chosen at the trace's end."""
-    tunings: int
 
     def gain(self) -> tuple[float, float]:
         """Gain of flop-aware over LRU: tokens and FLOPs, as ratios minus 1."""
         return self.flop_aware.tokens / max(1, self.lru.tokens) - 1, self.flop_aware.flops / max(
             1.0, self.lru.flops
         ) - 1
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Best time of several, of one search over a window of so many accesses."""
-
-    accesses: int
-    replays: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,6 @@ class TraceResult:
     asked: Saved
     unlimited: Saved
     rows: tuple[BudgetResult, ...]
-    tuning: tuple[Tuning, ...]
 
     def contention(self, row: BudgetResult) -> str:
         share = row.lru.tokens / max(1, self.unlimited.tokens)
@@ -185,18 +166,15 @@ def measure(
     rows = []
     for fraction in sorted(sizes):
         budget = int(footprint * fraction)
-        tuned = FlopAwarePolicy("cache-value", tuner="inline")
         rows.append(
             BudgetResult(
                 budget=budget,
                 of_footprint=fraction,
                 lru=replay(accesses, budget, LruPolicy()),
-                always=replay(accesses, budget, FlopAwarePolicy("always", tuner="inline")),
-                flop_aware=replay(accesses, budget, tuned),
+                always=replay(accesses, budget, FlopAwarePolicy("always")),
+                flop_aware=replay(accesses, budget, FlopAwarePolicy()),
                 greedy=offline_greedy(accesses, budget),
                 bound_flops=upper_bound(accesses, budget),
-                setting=tuned.setting,
-                tunings=tuned.tunings,
             )
         )
         if steps is not None:
@@ -211,24 +189,7 @@ def measure(
         asked=accesses.asked(),
         unlimited=replay(accesses, footprint, LruPolicy()),
         rows=tuple(rows),
-        tuning=tuning_times(accesses, rows[len(rows) // 2].budget),
     )
-
-
-def tuning_times(accesses: Accesses, budget: int) -> tuple[Tuning, ...]:
-    """Searches over 10,000 accesses, and over all accesses of the trace's first 10,000 requests."""
-    some = [
-        (name, accesses.cache_values[name]) for names in accesses.requests[:TUNED_ACCESSES] for name in names
-    ]
-    found = []
-    for window in (some[:TUNED_ACCESSES], some):
-        best, replays = float("inf"), 0
-        for _ in range(REPEATS):
-            begin = time.perf_counter()
-            replays = best_setting(Window.of(window), budget, choosy=True).replays
-            best = min(best, time.perf_counter() - begin)
-        found.append(Tuning(len(window), replays, best))
-    return tuple(found)
 
 
 def _print(to: Console, found: TraceResult) -> None:
@@ -240,14 +201,9 @@ def _print(to: Console, found: TraceResult) -> None:
         f"{percent(found.unlimited.flops / asked.flops)} of the FLOPs"
     )
     rates = ("lru", "flop-aware", "gain", "no admission", "offline greedy")
-    columns = [("cache", "contention", *rates), ("cache", *rates, "bound", "alpha, patience")]
+    columns = [("cache", "contention", *rates), ("cache", *rates, "bound")]
     to.print(report.table("token hit rate", columns[0], [_tokens(found, row) for row in found.rows]))
     to.print(report.table("FLOPs saved", columns[1], [_flops(found, row) for row in found.rows]))
-    for tuning in found.tuning:
-        to.print(
-            f"tuning on a window of {tuning.accesses} accesses: {seconds(tuning.seconds)} "
-            f"({tuning.replays} replays, best of {REPEATS})"
-        )
     worst = min(min(row.gain()) for row in found.rows)
     verdict = "yes" if worst >= LEAST_GAIN else "NO"
     to.print(f"never more than 1 % below lru: {verdict} (least gain {worst:+.1%})\n")
@@ -262,8 +218,7 @@ def _tokens(found: TraceResult, row: BudgetResult) -> tuple[str, ...]:
 def _flops(found: TraceResult, row: BudgetResult) -> tuple[str, ...]:
     saved = (row.lru.flops, row.flop_aware.flops, row.always.flops, row.greedy.flops, row.bound_flops)
     lru, flop_aware, always, greedy, bound = (percent(flops / found.asked.flops) for flops in saved)
-    setting = f"{row.setting.alpha:g}, {row.setting.patience:g}"
-    return _cache(row), lru, flop_aware, f"{row.gain()[1]:+.1%}", always, greedy, bound, setting
+    return _cache(row), lru, flop_aware, f"{row.gain()[1]:+.1%}", always, greedy, bound
 
 
 def _cache(row: BudgetResult) -> str:

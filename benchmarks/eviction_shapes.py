@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.eviction.flops import Attention, FlopModel, Mamba2, Mlp
+from vllm_hypic.store.eviction.flops import FlopModel
 
 LIVE_HEADS = ((64, 21 / 32), (256, 12 / 32), (1024, 3 / 32), (4096, 0.0))
 """Share of heads whose transition is not yet zero after so many tokens: measured on Mamba-style gates.
@@ -22,6 +22,8 @@ class RecordShape:
     """A model's records: K and V a token, and per segment states and the transitions of heads that live."""
 
     name: str
+    attention_layers: int
+    linear_layers: int
     flops: FlopModel
     token_bytes: int
     state_bytes: int
@@ -47,6 +49,8 @@ def _qwen35(name: str, layers: int, config: SimpleNamespace) -> RecordShape:
     mixed = 2 * config.linear_num_key_heads * key + heads * value
     return RecordShape(
         name,
+        attention,
+        linear,
         FlopModel.from_hf_config(config, attention, linear),
         token_bytes=attention * 2 * config.num_key_value_heads * config.head_dim * 2,
         state_bytes=linear * (heads * key * value * 4 + (config.linear_conv_kernel_dim - 1) * mixed * 2),
@@ -92,7 +96,11 @@ SHAPES: Mapping[str, RecordShape] = {
         ),
         RecordShape(
             "marconi-7b",
-            FlopModel(4096, 4, 24, Attention(32, 32, 128), Mamba2(64, 64, 128), Mlp(10_923)),
+            4,
+            24,
+            FlopModel.from_hf_config(
+                SimpleNamespace(num_attention_heads=32, intermediate_size=10_923), 4, 24
+            ),
             token_bytes=4 * 2 * 4096 * 2,
             state_bytes=24 * 4096 * 128 * 2,
             transition_bytes=24 * 64 * 2,

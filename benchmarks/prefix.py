@@ -123,8 +123,8 @@ def policies(tree: Tree, shape: RecordShape, states: int, fine: bool) -> list[Po
 
 def block_tokens(shape: RecordShape) -> int:
     """vLLM's block of a hybrid: so many tokens that a layer's K and V fill the page of a state."""
-    state = shape.state_bytes / max(1, shape.flops.linear_layers)
-    token = shape.token_bytes / max(1, shape.flops.attention_layers)
+    state = shape.state_bytes / max(1, shape.linear_layers)
+    token = shape.token_bytes / max(1, shape.attention_layers)
     return 16 * math.ceil(state / token / 16)
 
 

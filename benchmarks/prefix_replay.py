@@ -25,7 +25,7 @@ from .prefix_lines import Line, Tree
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 TUNED_LINES = 500
 FIRST_FACTOR = 5
-"""As the engine's tuner: the first tuning comes after so many times the requests up to the first eviction."""
+"""The first tuning comes after so many times the requests up to the first eviction, as Marconi has it."""
 PASS = 8192
 """Tokens that vLLM computes in one pass; in ``align`` mode a pass ends with a state."""
 

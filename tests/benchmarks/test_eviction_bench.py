@@ -20,7 +20,6 @@ from benchmarks.trace import TraceError
 from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
-from vllm_hypic.store.eviction.replay import Setting
 
 # -- traces
 
@@ -151,7 +150,7 @@ def test_nobody_beats_the_optimum_and_the_bound_is_one(accesses, budget, alpha):
     best = optimum(accesses, budget)
     assert offline_greedy(accesses, budget).flops <= best
     assert replay(accesses, budget, LruPolicy()).flops <= best
-    assert replay(accesses, budget, FlopAwarePolicy(setting=Setting(alpha, 5))).flops <= best
+    assert replay(accesses, budget, FlopAwarePolicy(alpha=alpha, patience=5)).flops <= best
     assert upper_bound(accesses, budget) >= best - 1e-9
 
 
@@ -204,14 +203,14 @@ def test_flop_aware_is_never_more_than_one_percent_below_lru(kind):
         assert min(row.gain()) >= -0.01
         assert row.lru.flops <= row.bound_flops and row.greedy.flops <= row.bound_flops * (1 + 1e-9)
         assert row.lru.tokens <= found.unlimited.tokens < found.asked.tokens
-    assert max(max(row.gain()) for row in found.rows) > 0.02, "tuning changed nothing"
+    assert max(max(row.gain()) for row in found.rows) > 0.02
 
 
 def test_an_ample_cache_keeps_everything():
     found = measure("t", generate("rag", 60, seed=0), SHAPES["random-150m"], (1.0,))
     [row] = found.rows
     assert row.lru == row.flop_aware == row.greedy == found.unlimited
-    assert found.contention(row) == "ample" and row.tunings == 0
+    assert found.contention(row) == "ample"
     assert Saved(0, 0.0) != found.unlimited
 
 
@@ -223,7 +222,7 @@ def test_command_writes_tables_json_and_plot(tmp_path):
     options = ["--kind", "rag", "--requests", "60", "--sizes", "0.05,0.3", "--shape", "random-150m"]
     done = CliRunner().invoke(eviction, [*options, *files])
     assert done.exit_code == 0, done.output
-    for part in ("rag", "token hit rate", "FLOPs saved", "tuning on a window of", "below lru: yes"):
+    for part in ("rag", "token hit rate", "FLOPs saved", "below lru: yes"):
         assert part in done.output
     written = json.loads((tmp_path / "r.json").read_text())
     [trace] = written["results"]["traces"]

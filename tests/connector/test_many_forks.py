@@ -13,7 +13,7 @@ import pytest
 
 from vllm_hypic.connector.scheduler import continuations, directory, placement, retention, shared_columns
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.store.eviction import PolicyName, flop_aware, tuner
+from vllm_hypic.store.eviction import PolicyName, flop_aware
 
 from .simulated_worker import PAGE
 from .simulation import CLOCKED, Clock, Engine, Prompt
@@ -38,7 +38,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         (shared_columns, "_REMEMBERED"),
         (retention, "STORED_KEPT"),
         (directory, "MOST_WITHIN"),
-        (tuner, "GREATEST_WINDOW"),
         (flop_aware, "LEAST_GHOSTS"),
     ):
         monkeypatch.setattr(module, name, REMEMBERED)

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.flop_aware import GHOSTS_PER_HELD, LEAST_GHOSTS, FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
-from vllm_hypic.store.eviction.replay import Setting
 from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan, Refusal
 
 UNIT = CacheValue(1, 1.0, 1)
 
 
 def holding(patience: float, *keys: str) -> FlopAwarePolicy:
-    policy = FlopAwarePolicy(setting=Setting(0.0, patience))
+    policy = FlopAwarePolicy(alpha=0.0, patience=patience)
     for key in keys:
         policy.added(key, UNIT)
     return policy
 
 
-@pytest.mark.parametrize("patience", [0.0, 10.0, math.inf])
+@pytest.mark.parametrize("patience", [1.0, 10.0, math.inf])
 @given(seen=st.integers(0, 3))
 def test_nothing_is_refused_while_there_is_room(patience, seen):
     policy = holding(patience, "a", "b")
@@ -92,6 +91,16 @@ def test_patience_weighs_the_never_seen():
         assert policy.admits("new", UNIT, ["a"]) == admitted  # a was used 8 accesses and additions ago
 
 
+def test_a_newcomer_of_long_ago_counts_as_asked_for_patience_ago():
+    policy = holding(3.0, "a", *"bcdefgh")
+    policy.missed("new", UNIT)
+    for _ in range(20):
+        policy.hit("h")
+    policy.missed("new", UNIT)
+    assert policy.admits("new", UNIT, ["a"]), "a was used 30 accesses and additions ago"
+    assert not policy.admits("new", UNIT, ["h"])
+
+
 def test_owners_that_report_no_misses_are_not_locked_out():
     assert holding(math.inf, "a").admits("new", UNIT, ["a"])
 
@@ -103,7 +112,7 @@ def test_asking_changes_nothing():
 
 
 def test_always_means_always():
-    policy = FlopAwarePolicy("always", tuner="inline")
+    policy = FlopAwarePolicy("always")
     policy.added("a", UNIT)
     policy.missed("new", UNIT)
     assert policy.admits("new", CacheValue(0, 0.0, 1), ["a"])
@@ -111,7 +120,7 @@ def test_always_means_always():
 
 
 def test_an_index_refuses_what_the_policy_refuses_and_evicts_nothing_then():
-    index = CapacityIndex(2, FlopAwarePolicy(setting=Setting(0.0, math.inf)))
+    index = CapacityIndex(2, FlopAwarePolicy(alpha=0.0, patience=math.inf))
     outcomes = []
     for name in map(ObjectName, ("a", "b", "c", "c")):
         index.missed(name, UNIT)

@@ -102,9 +102,9 @@ def _show(found: Findings) -> None:
         f"a pool of {size(found.pool_bytes)} holds {found.segments:,}."
     )
     if windowed := [kind for kind in found.kinds if kind.before_window_bytes]:
-        rows = size(sum(kind.before_window_bytes for kind in windowed))
+        before = size(sum(kind.before_window_bytes for kind in windowed))
         layers = sum(kind.layers for kind in windowed)
         click.echo(
-            f"{rows} of it are rows before the last window of {layers} layers: islands begin anywhere "
+            f"{before} of it are rows before the last window of {layers} layers: islands begin anywhere "
             "and read them."
         )

@@ -161,7 +161,5 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self.worker is None else self.worker.take_report()
 
     def shutdown(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.close()
         if self.worker is not None:
             self.worker.close()

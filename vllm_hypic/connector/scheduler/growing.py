@@ -13,10 +13,6 @@ from ...store.eviction import make_policy
 from .directory import SegmentDirectory
 from .entries import Beginning, Entry, Need
 
-PREFIX_ALPHA = 1.0
-"""Of the eviction in a pool with prefixes.  It is not tuned: a replay of accesses one by one knows nothing of
-states that rest on others."""
-
 
 class GrowingDirectory(SegmentDirectory):
     """The directory of an engine in which records grow.  Nobody finds one before its end."""
@@ -31,9 +27,8 @@ class GrowingDirectory(SegmentDirectory):
     @classmethod
     def of(cls, config: HypicConfig, geometry: PoolGeometry) -> GrowingDirectory:
         """The directory of an engine's pool."""
-        alpha = PREFIX_ALPHA if config.prefix == "sparse" else None
         # What is asked for must be in the pool.
-        policy = make_policy(config.store.eviction, "always", alpha=alpha)
+        policy = make_policy(config.store.eviction, "always")
         reach = 1 + config.store.tier_bytes / max(1, geometry.nbytes)
         state_pages = geometry.state_pages
         return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=state_pages, reach=reach)

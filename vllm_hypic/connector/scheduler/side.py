@@ -476,10 +476,6 @@ class SchedulerSide:
         if not composed.undecided:
             self._count(composed)
 
-    def close(self) -> None:
-        """The engine ends."""
-        self.directory.policy.close()
-
     # -- reports -------------------------------------------------------------------------------
 
     def take_counters(self) -> HypicCounters:

@@ -37,6 +37,3 @@ class EvictionPolicy(Protocol):
 
     def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
         """Whether the object deserves the place of ``victims`` (none: there is room).  Changes nothing."""
-
-    def close(self) -> None:
-        """End what runs in the background.  The policy can still be used, but learns nothing more."""

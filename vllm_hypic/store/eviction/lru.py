@@ -36,6 +36,3 @@ class LruPolicy:
 
     def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
         return True
-
-    def close(self) -> None:
-        pass

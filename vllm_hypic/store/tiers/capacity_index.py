@@ -202,10 +202,6 @@ class CapacityIndex:
         self._policy.removed(name, evicted=evicted)
         return True
 
-    def close(self) -> None:
-        """End what the policy runs in the background; the books can still be used."""
-        self._policy.close()
-
     def clear(self) -> None:
         """Remove all objects and expiries; pins and reservations stay."""
         for name in list(self._held):

@@ -94,7 +94,6 @@ class DiskTier:
         with self._free:
             self._open = False
             self._index.clear()
-            self._index.close()
 
     def _found(self) -> list[Held]:
         """All objects whose files are sound, the least recently used first; damaged files are removed."""

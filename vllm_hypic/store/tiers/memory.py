@@ -130,7 +130,6 @@ class MemoryTier:
         with self._lock:
             self._open = False
             self._index.clear()
-            self._index.close()
             self._objects.clear()
 
     def check_integrity(self) -> None:
