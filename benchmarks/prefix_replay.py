@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.eviction.ranking import Ranking, grade
-from vllm_hypic.store.eviction.search import MARGIN
 
 from .eviction_replay import Saved
 from .eviction_shapes import RecordShape
@@ -26,6 +25,8 @@ ALPHAS = (0.0, 0.5, 1.0, 2.0)
 TUNED_LINES = 500
 FIRST_FACTOR = 5
 """The first tuning comes after so many times the requests up to the first eviction, as Marconi has it."""
+MARGIN = 0.01
+"""An alpha is taken if it gains this share over LRU: less may be chance."""
 PASS = 8192
 """Tokens that vLLM computes in one pass; in ``align`` mode a pass ends with a state."""
 
@@ -213,7 +214,7 @@ def replay(
 
 
 def _tuned(tree: Tree, shape: RecordShape, budget: int, policy: Policy, upto: int) -> float:
-    """The alpha that saves most of the last lines; LRU where none gains the engine's margin over it."""
+    """The alpha that saves most of the last lines; LRU where none gains :data:`MARGIN` over it."""
     first = max(0, upto - TUNED_LINES)
     saved = {
         alpha: replay(tree, shape, budget, dataclasses.replace(policy, alpha=alpha), first, upto).saved.flops
