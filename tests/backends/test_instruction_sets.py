@@ -16,8 +16,7 @@ from vllm_hypic.errors import ConfigError
 TESTS = Path(__file__).parents[1]
 AGAIN = [
     TESTS / "backends" / "test_span_attention.py",
-    TESTS / "backends" / "test_soft_caps.py",
-    TESTS / "backends" / "test_fp8_columns.py",
+    TESTS / "backends" / "test_fp8_and_caps.py",
     TESTS / "linear" / "test_layer_operators.py",
     TESTS / "linear" / "test_decay_attention.py",
     TESTS / "linear" / "test_mamba1.py",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,16 +66,14 @@ MAMBA1 = replace(GDN, mamba_type=Kind.MAMBA1, shapes=((3, 64), (64, 16)), dtypes
 MAMBA2 = replace(GDN, mamba_type=Kind.MAMBA2, shapes=((3, 640), (8, 64, 16)), dtypes=(torch.bfloat16,) * 2)
 
 
-USUAL: dict[str, Any] = {
-    "sliding_window": -1,
-    "logits_soft_cap": 0,
-    "sinks": None,
-    "alibi_slopes": None,
-    "kv_sharing_target_layer_name": None,
-    "is_fp8_kv_cache": False,
-    "kv_cache_dtype": "fp8",
-}
-"""An implementation that takes part."""
+def usual_impl() -> HypicAttentionImpl:
+    """An implementation that takes part."""
+    impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
+    for name in ("sinks", "alibi_slopes", "kv_sharing_target_layer_name"):
+        setattr(impl, name, None)
+    impl.sliding_window, impl.logits_soft_cap = -1, 0
+    impl.is_fp8_kv_cache, impl.kv_cache_dtype = False, "fp8"
+    return impl
 
 
 def geometry(*specs: KVCacheSpec, **options: Any) -> PoolGeometry:
@@ -106,14 +106,41 @@ def test_records_have_no_rows_for_drafts(dim_first: bool) -> None:
     assert found[0] == found[1] and found[0].linear[0].conv_rows == 3
 
 
-def test_short_convolutions_have_tails_alone() -> None:
-    found = geometry(FULL, CONV)
+F32, BF16 = torch.float32, torch.bfloat16
+LINEAR_LAYERS: dict[str, tuple[tuple[KVCacheSpec, ...], dict[str, Any], str | None]] = {
+    "short convolution": ((FULL, CONV), {"conv": ((2, 64), BF16)}, None),
+    "mamba2": (
+        (FULL, MAMBA2),
+        {"state": ((8, 64, 16), F32), "conv": ((3, 640), BF16), "log_transition": ((8,), F32)},
+        "8 heads of 64 x 16",
+    ),
+    "mamba1": (
+        (MAMBA1,),
+        {"state": ((64, 16), F32), "conv": ((3, 64), BF16), "elapsed": ((64,), F32)},
+        "64 channels of 16",
+    ),
+    "lightning": (
+        (LIGHTNING,),
+        {"state": ((4, 64, 64), F32), "log_transition": ((4,), F32)},
+        "4 heads of 64 x 64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("specs", "parts", "shape"), LINEAR_LAYERS.values(), ids=LINEAR_LAYERS)
+def test_linear_layers_without_transition_blocks(
+    specs: tuple[KVCacheSpec, ...], parts: dict[str, Any], shape: str | None
+) -> None:
+    """States are kept in float32 whatever vLLM keeps them in; a transition is a number a head or channel."""
+    found = geometry(*specs)
     (linear,) = found.linear
-    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
-        ("conv", (2, 64), torch.bfloat16)
-    ]
-    assert (found.slot_bytes, found.record_transition_blocks, found.transition_blocks) == (256, 0, 0)
-    assert found.slots and found.pages and found.nbytes <= 1 << 24
+    assert {part.name: (part.shape, part.dtype) for part in linear.parts} == parts
+    assert [part.name for part in linear.parts] == [*parts]
+    assert shape is None or linear.shape == shape
+    assert found.slot_bytes == sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in parts.values())
+    assert (found.record_transition_blocks, found.transition_blocks) == (0, 0)
+    assert bool(found.pages) == bool(found.attention) == (FULL in specs)
+    assert found.slots and found.nbytes <= 1 << 24
 
 
 def test_latents_are_one_row_a_token() -> None:
@@ -124,41 +151,6 @@ def test_latents_are_one_row_a_token() -> None:
     assert latent.token_bytes == 576 * latent.dtype.itemsize
     public = pool.kv["layers.0"]
     assert public.value is public.key and [*public.parts] == [*latent.parts] == ["k"]
-
-
-def test_mamba2_has_a_number_for_a_transition() -> None:
-    """States are kept in float32 whatever vLLM keeps them in."""
-    found = geometry(FULL, MAMBA2)
-    (linear,) = found.linear
-    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
-        ("state", (8, 64, 16), torch.float32),
-        ("conv", (3, 640), torch.bfloat16),
-        ("log_transition", (8,), torch.float32),
-    ]
-    assert linear.shape == "8 heads of 64 x 16"
-    slot = 8 * 64 * 16 * 4 + 3 * 640 * 2 + 8 * 4
-    assert (found.slot_bytes, found.record_transition_blocks, found.transition_blocks) == (slot, 0, 0)
-    assert found.slots and found.pages and found.nbytes <= 1 << 24
-
-
-def test_mamba1_has_a_number_a_channel_for_a_transition() -> None:
-    found = geometry(MAMBA1)
-    (linear,) = found.linear
-    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
-        ("state", (64, 16), torch.float32),
-        ("conv", (3, 64), torch.bfloat16),
-        ("elapsed", (64,), torch.float32),
-    ]
-    assert linear.shape == "64 channels of 16"
-    slot = 64 * 16 * 4 + 3 * 64 * 2 + 64 * 4
-    assert (found.slot_bytes, found.record_transition_blocks, found.attention) == (slot, 0, ())
-
-
-def test_mamba1_is_refused_on_gpus_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = stock_layer(HypicMamba1)
-    assert attach.layer_refusal(layer, "JambaForCausalLM") is None
-    monkeypatch.setattr(cpu.current_platform, "is_cuda", lambda: True)
-    assert attach.layer_refusal(layer, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
 
 
 @pytest.mark.parametrize(
@@ -185,19 +177,8 @@ def test_models_of_ours_are_refused_on_gpus_by_name(
         model.load_weights([])
 
 
-def test_lightning_attention_has_a_number_a_head_for_a_transition_and_no_convolution() -> None:
-    found = geometry(LIGHTNING)
-    (linear,) = found.linear
-    assert [(part.name, part.shape, part.dtype) for part in linear.parts] == [
-        ("state", (4, 64, 64), torch.float32),
-        ("log_transition", (4,), torch.float32),
-    ]
-    assert linear.shape == "4 heads of 64 x 64" and linear.least_tokens == 1
-    assert (found.slot_bytes, found.record_transition_blocks) == (4 * 64 * 64 * 4 + 4 * 4, 0)
-
-
-def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs, and where rotations are not known to compose."""
+def test_lightning_attention_and_mamba1_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs; and lightning attention where rotations are not known to compose."""
     common: dict[str, Any] = {"head_size": 64, "rotary_dim": 32, "max_position_embeddings": 100, "base": 1e4}
     common |= {"is_neox_style": True, "dtype": torch.bfloat16}
     with set_current_vllm_config(VllmConfig()):
@@ -222,21 +203,24 @@ def test_lightning_attention_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     layer._table, layer.rotary_emb = None, scaled
     says = attach.layer_refusal(layer, name)
     assert says is not None and says.startswith("lightning attention rotated by LinearScalingRotaryEmbedding")
-    monkeypatch.setattr(lightning.current_platform, "is_cuda", lambda: True)
+    mamba = stock_layer(HypicMamba1)
+    assert attach.layer_refusal(mamba, "JambaForCausalLM") is None
+    for module in (lightning, cpu):
+        monkeypatch.setattr(module.current_platform, "is_cuda", lambda: True)
     assert attach.layer_refusal(layer, name) == "lightning attention on GPUs (served on CPUs)"
+    assert attach.layer_refusal(mamba, "JambaForCausalLM") == "Mamba1 on GPUs (served on CPUs)"
 
 
 def test_gated_linear_attention_has_a_number_a_channel_for_a_transition() -> None:
-    found = GatedRetentionGeometry.of("layers.0", [(4, 32, 64)], [torch.float32], False)
-    assert [(part.name, part.shape, part.dtype) for part in found.parts] == [
-        ("state", (4, 32, 64), torch.float32),
-        ("log_transition", (4, 32), torch.float32),
-    ]
+    found = GatedRetentionGeometry.of("layers.0", [(4, 32, 64)], [F32], False)
+    parts = [(part.name, part.shape, part.dtype) for part in found.parts]
+    assert parts == [("state", (4, 32, 64), F32), ("log_transition", (4, 32), F32)]
     assert found.shape == "4 heads of 32 x 64" and found.blocks == 0
 
 
 def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
     """Else its state holds inputs of rows before the segment, which no record has."""
+    assert geometry(LIGHTNING).linear[0].least_tokens == 1
     assert geometry(CONV, min_segment_tokens=2).slots and geometry(GDN, min_segment_tokens=1).slots
     with pytest.raises(ConfigError, match="min_segment_tokens=1: expected at least 2"):
         geometry(CONV, min_segment_tokens=1)
@@ -280,9 +264,7 @@ def test_caches(spec: KVCacheSpec, says: str) -> None:
     ],
 )
 def test_attention_layers(field: str, value: object, says: str | None) -> None:
-    impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
-    for name, usual in USUAL.items():
-        setattr(impl, name, usual)
+    impl = usual_impl()
     assert impl.refusal(None) is None
     setattr(impl, field, value)
     if field in ("logits_soft_cap", "kv_sharing_target_layer_name", "is_fp8_kv_cache"):  # served on CPU
@@ -301,9 +283,7 @@ def stock_layer(kind: type[Any], **fields: Any) -> Any:
 
 def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
     """It would run stock, and see nothing of the records."""
-    impl = HypicAttentionImpl.__new__(HypicAttentionImpl)
-    for name, usual in USUAL.items():
-        setattr(impl, name, usual)
+    impl = usual_impl()
     impl.alibi_slopes, impl.kv_sharing_target_layer_name = torch.ones(4), "layers.0"
     layer = stock_layer(Attention, impl=impl)
     runner = SimpleNamespace(
@@ -436,44 +416,43 @@ def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
     calls.refused("K depends on positions before FakeRope")
 
 
-def test_so_much_noise_that_nothing_is_seen_is_refused() -> None:
+def test_calls_that_show_nothing_are_refused() -> None:
     NoisyCalls(0.1).refused("K of two equal runs differs by .*, too much to see a rotary embedding beside it")
-
-
-def test_unreached_layer() -> None:
     with pytest.raises(Unsupported, match=r"layer layers.7 was not reached"):
         _link("layers.7", None, None, None, POSITIONS)
 
 
-def test_unknown_rope() -> None:
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda call: {"rope": None, "raw": None, "rotated": None}, "rotates K by a rotary embedding that"),
+        (lambda call: {"key": 2 * call.key}, "changes K after FakeRope"),
+        (lambda call: {"raw": call.raw + 1}, "K depends on positions before FakeRope"),
+        # FoPE has a table per head, or of twice the head size.
+        *(
+            (lambda call, odd=odd: {"rope": FakeRope(odd)}, "FakeRope has no table of one angle per pair")
+            for odd in (None, torch.zeros(1000, 2, 16), torch.zeros(1000, 64))
+        ),
+    ],
+)
+def test_calls_of_no_known_rope(change: Callable[[_Call], dict[str, Any]], says: str) -> None:
     calls = Calls()
-    calls.moved = replace(calls.moved, rope=None, raw=None, rotated=None)
-    calls.refused("rotates K by a rotary embedding that the plugin cannot tap")
+    calls.moved = replace(calls.moved, **change(calls.moved))
+    calls.refused(says)
 
 
-def test_norm_behind_the_rope() -> None:
+@pytest.mark.parametrize(
+    ("field", "wrong"),
+    [
+        ("cos_sin_cache", table().roll(1, 0)),
+        ("cos_sin_cache", table(1.14)),
+        ("cos_sin_cache", table()[:, [*range(8, 16), *range(8)]]),
+        ("is_neox_style", False),
+    ],
+)
+def test_another_rotation_than_its_table(field: str, wrong: object) -> None:
     calls = Calls()
-    calls.moved = replace(calls.moved, key=2 * calls.moved.key)
-    calls.refused("changes K after FakeRope")
-
-
-def test_positions_before_the_rope() -> None:
-    calls = Calls()
-    assert calls.moved.raw is not None
-    calls.moved = replace(calls.moved, raw=calls.moved.raw + 1)
-    calls.refused("K depends on positions before FakeRope")
-
-
-@pytest.mark.parametrize("wrong", [table().roll(1, 0), table(1.14), table()[:, [*range(8, 16), *range(8)]]])
-def test_another_rotation_than_its_table(wrong: torch.Tensor) -> None:
-    calls = Calls()
-    calls.rope.cos_sin_cache = wrong
-    calls.refused("FakeRope is not the plain rotation of its table")
-
-
-def test_interleaved_taken_for_neox() -> None:
-    calls = Calls()
-    calls.rope.is_neox_style = False
+    setattr(calls.rope, field, wrong)
     calls.refused("FakeRope is not the plain rotation of its table")
 
 
@@ -482,11 +461,3 @@ def test_rotation_that_loses_k() -> None:
     flat = table()
     flat[:, [3, 11]] = 0  # cos and sin of one pair
     Calls(flat).refused("the rotation by FakeRope cannot be undone")
-
-
-@pytest.mark.parametrize("odd", [None, torch.zeros(1000, 2, 16), torch.zeros(1000, 64)])
-def test_unknown_tables(odd: torch.Tensor | None) -> None:
-    """FoPE has a table per head, or of twice the head size."""
-    calls = Calls()
-    calls.moved = replace(calls.moved, rope=FakeRope(odd))
-    calls.refused("FakeRope has no table of one angle per pair")

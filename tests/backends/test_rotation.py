@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,36 +100,21 @@ def test_unrotate(
     Rotated(rows, rotary=rotary, neox=neox, dtype=dtype, table_dtype=table_dtype, scale=scale).check()
 
 
-@settings(deadline=None)
-@given(
-    st.integers(0, 40),
-    st.sampled_from([(64, 64), (64, 32), (80, 20), (6, 2), (256, 64)]),
-    st.booleans(),
-    st.sampled_from(DTYPES),
-    st.sampled_from(DTYPES),
-    st.floats(0.5, 2),
-    st.integers(0, 2**20),
+OPTIONS = st.fixed_dictionaries(
+    {
+        "neox": st.booleans(),
+        "dtype": st.sampled_from(DTYPES),
+        "table_dtype": st.sampled_from(DTYPES),
+        "scale": st.floats(0.5, 2),
+        "seed": st.integers(0, 2**20),
+    }
 )
-def test_unrotate_anything(
-    rows: int,
-    sizes: tuple[int, int],
-    neox: bool,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    scale: float,
-    seed: int,
-) -> None:
-    size, rotary = sizes
-    Rotated(
-        rows,
-        size=size,
-        rotary=rotary,
-        neox=neox,
-        dtype=dtype,
-        table_dtype=table_dtype,
-        scale=scale,
-        seed=seed,
-    ).check()
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.sampled_from([(64, 64), (64, 32), (80, 20), (6, 2), (256, 64)]), OPTIONS)
+def test_unrotate_anything(rows: int, sizes: tuple[int, int], options: dict[str, Any]) -> None:
+    Rotated(rows, size=sizes[0], rotary=sizes[1], **options).check()
 
 
 def test_unrotate_leaves_out_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import ModuleType
 
 import pytest
@@ -14,6 +15,7 @@ from vllm_hypic.backends.ops.span_attention import choose, native, reference
 from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import merge_reference
 from vllm_hypic.backends.ops.span_attention.torch import causal_lse, merge
+from vllm_hypic.pool.tensors import quantised
 
 from .cached import Cached
 
@@ -36,6 +38,8 @@ class Case:
     """Random requests over one pool; pool rows that are no column of a request, and query rows of nobody,
     hold NaN.
     """
+
+    more_rounding = 1.0
 
     def __init__(
         self,
@@ -84,22 +88,17 @@ class Case:
             self.query[first:last] = normal(last - first, heads, size)
         self.scale = size**-0.5
 
-    def run(self, kernels: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, kernels: ModuleType, hidden: torch.Tensor | None = None, cap: float = 0.0, *scales: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.span_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.slots,
-            self.positions,
-            self.table,
-            self.neox,
-            self.visible_kv_lens,
-            self.query_ranges,
-            self.scale,
+            *(self.query, self.key, self.value, self.slots, self.positions, self.table, self.neox),
+            *(self.visible_kv_lens, self.query_ranges, self.scale, hidden, cap, *scales),
         )
 
     def check(self, kernels: ModuleType, larger: float = 1.0) -> None:
         """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
+        larger *= self.more_rounding
         out, lse = self.run(kernels)
         wanted_out, wanted_lse = self.run(reference)
         assert out.dtype == lse.dtype == torch.float32
@@ -115,20 +114,44 @@ class Case:
             assert error <= larger * LSE_TOLERANCE[self.query.dtype], error
 
 
+SCALES = 0.75, 2.5
+"""Of K and V in FP8; no powers of two, so that what is read in bfloat16 is rounded once more."""
+
+
+class Quantised(Case):
+    """K and V as FP8 times :data:`SCALES`, of the query's dtype no more."""
+
+    more_rounding = 1.5
+
+    def run(self, kernels: ModuleType, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        case = copy.copy(self)
+        case.key, case.value = (
+            quantised(t, by) for t, by in zip((self.key, self.value), SCALES, strict=True)
+        )
+        return Case.run(case, kernels, None, 0.0, *SCALES)
+
+
+KINDS = pytest.mark.parametrize("kind", [Case, Quantised], ids=["plain", "fp8"])
+
+
 @KERNELS
+@KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 63, 500])
 @pytest.mark.parametrize("rows", [1, 7, 64])
-def test_rows_and_columns(rows: int, columns: int, dtype: torch.dtype, kernels: ModuleType) -> None:
-    Case((rows, columns), dtype=dtype, seed=rows + columns).check(kernels)
+def test_rows_and_columns(
+    rows: int, columns: int, dtype: torch.dtype, kind: type[Case], kernels: ModuleType
+) -> None:
+    kind((rows, columns), dtype=dtype, seed=rows + columns).check(kernels)
 
 
 @KERNELS
+@KINDS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 300])
-def test_several_parts(rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+def test_several_parts(rows: int, dtype: torch.dtype, kind: type[Case], kernels: ModuleType) -> None:
     """More columns than one part of the kernel has, and a part, a tile and a row block that are not full."""
-    Case((rows, 8_500), size=32, heads=8, dtype=dtype, rotary=16).check(kernels)
+    kind((rows, 8_500), size=32, heads=8, dtype=dtype, rotary=16).check(kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -234,13 +257,14 @@ def test_unlike_scores(kernels: ModuleType) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("what", ["key", "value"])
+@pytest.mark.parametrize(("kind", "cap"), [(Case, 0.0), (Case, 5.0), (Quantised, 0.0)])
 def test_what_is_no_number_is_not_passed_over(
-    what: str, rows: int, dtype: torch.dtype, kernels: ModuleType
+    kind: type[Case], cap: float, what: str, rows: int, dtype: torch.dtype, kernels: ModuleType
 ) -> None:
-    case = Case((rows, 300), dtype=dtype)
+    case = kind((rows, 300), dtype=dtype)
     getattr(case, what)[case.slots[0][270]] = float("nan")
     case.visible_kv_lens[:] = 300
-    out, lse = case.run(kernels)
+    out, lse = case.run(kernels, None, cap)
     assert out.isnan().all()
     assert lse.isnan().all() == (what == "key")
 

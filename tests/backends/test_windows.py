@@ -43,26 +43,14 @@ def test_public_columns(window: int, rows: int, dtype: torch.dtype, kernels: Mod
     behind = torch.randint(0, 40, case.visible_kv_lens.shape, generator=rng)
     hidden = (case.visible_kv_lens - window + behind).clamp(min=0)
     hidden[-1] = case.visible_kv_lens[-1]
-
-    def run(ops: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
-        return ops.span_attention(
-            *(case.query, case.key, case.value, case.slots, case.positions, case.table, case.neox),
-            *(case.visible_kv_lens, case.query_ranges, case.scale, hidden),
-        )
-
-    close(run(kernels), wanted := run(reference), dtype)
+    close(case.run(kernels, hidden), wanted := case.run(reference, hidden), dtype)
     assert wanted[1][-1].isinf().all()
 
 
 @KERNELS
 def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
     case = Case((5, 700), (1, 90), dtype=torch.bfloat16)
-    plain = case.run(kernels)
-    nothing = torch.zeros_like(case.visible_kv_lens)
-    same = kernels.span_attention(
-        *(case.query, case.key, case.value, case.slots, case.positions, case.table, case.neox),
-        *(case.visible_kv_lens, case.query_ranges, case.scale, nothing),
-    )
+    plain, same = case.run(kernels), case.run(kernels, torch.zeros_like(case.visible_kv_lens))
     assert all(torch.equal(a, b) for a, b in zip(plain, same, strict=True))
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,125 +90,126 @@ def test_an_engine_logs_the_layers_that_are_told(tmp_path: Path, family: Family)
     assert ("pages" in found[2], "state" in found[2]) == (bool(told.keys() - linear), bool(linear))
 
 
-def test_short_convolutions_take_their_tails(tmp_path: Path) -> None:
-    config = {
-        **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 3},
-        **{"layer_types": ["conv", "conv", "full_attention"], "hidden_size": 256, "block_dim": 256},
-        **{"conv_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000},
-        "dtype": "bfloat16",
+KINDS = dict[str, tuple[int, int] | int]
+"""Layers of each kind and, where it is told, what a segment takes in them."""
+FULL = "full attention, 2 KV heads of 64"
+LINEAR_TWICE = ["linear_attention", "linear_attention", "full_attention"]
+SLIDING = "sliding_attention"
+SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+SIZES |= {"intermediate_size": 512, "dtype": "bfloat16"}
+TOKENS = 1024
+"""Of a segment, as usual."""
+KV = TOKENS * 2 * 2 * 64 * 2
+MAMBA2 = (8 * 64 * 128 * 4, 3 * (8 * 64 + 2 * 2 * 128) * 2, 8 * 4)
+"""Bytes of a layer's state, convolution and transition."""
+CONFIGS: dict[str, tuple[dict[str, Any], KINDS]] = {
+    "Lfm2ForCausalLM": (
+        {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
+        | {"block_dim": 256, "conv_dim": 256},
+        {"short convolution, 2 inputs of 256 channels": (2, 2 * 2 * 256 * 2), FULL: 1},
+    ),
+    "NemotronHForCausalLM": (
+        {"model_type": "nemotron_h", "mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128}
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+        | {"n_groups": 2, "head_dim": 64},
+        {"Mamba2, 8 heads of 64 x 128": (2, 2 * sum(MAMBA2)), FULL: 1},
+    ),
+    "OlmoHybridForCausalLM": (
+        {"model_type": "olmo_hybrid", "num_hidden_layers": 3, "layer_types": LINEAR_TWICE, "pad_token_id": 0}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 96}
+        | {"linear_value_head_dim": 192},
+        {"gated delta net, 4 heads of 96 x 192": 2, FULL: 1},
+    ),
+    "KimiLinearForCausalLM": (
+        {"model_type": "kimi_linear", "num_hidden_layers": 3, "num_key_value_heads": 4, "v_head_dim": 64}
+        | {
+            "linear_attn_config": {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4}
+            | {"kda_layers": [1, 2], "full_attn_layers": [3]}
+        }
+        | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "mla_use_nope": True},
+        {"gated delta net, 4 heads of 64 x 64": 2, "latent attention, rows of 576": 1},
+    ),
+    "DeepseekV2ForCausalLM": (
+        {"model_type": "deepseek_v2", "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 512}
+        | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64, "q_lora_rank": None}
+        | {"first_k_dense_replace": 3},
+        {"latent attention, rows of 576": (3, 3 * TOKENS * 576 * 2)},
+    ),
+    "Gemma3nForCausalLM": (
+        {"model_type": "gemma3n_text", "num_hidden_layers": 5, "num_kv_shared_layers": 2}
+        | {"layer_types": [SLIDING, SLIDING, "full_attention", SLIDING, "full_attention"]}
+        | {"sliding_window": 64, "intermediate_size": 256, "head_dim": 64}
+        | {"vocab_size_per_layer_input": 1000, "hidden_size_per_layer_input": 16},
+        {
+            "attention in a window of 64, 2 KV heads of 64": (2, 2 * KV),
+            FULL: (1, KV),
+            "attention over the KV of another layer": (2, 0),
+        },
+    ),
+}
+
+
+def write(folder: Path, architecture: str, config: dict[str, Any]) -> None:
+    config = {"architectures": [architecture], **SIZES, **config}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def kinds_in(folder: Path, expected: KINDS) -> KINDS:
+    """What is found, in the form of ``expected``."""
+    found = checked(folder)
+    assert found["segment_tokens"] == TOKENS
+    return {
+        kind["what"]: (kind["layers"], kind["segment_bytes"])
+        if isinstance(expected.get(kind["what"]), tuple)
+        else kind["layers"]
+        for kind in found["kinds"]
     }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
-    convolutions = kinds["short convolution, 2 inputs of 256 channels"]
-    assert (convolutions["layers"], convolutions["segment_bytes"]) == (2, 2 * 2 * 256 * 2)
-    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_what_layers_take(tmp_path: Path, architecture: str) -> None:
+    config, expected = CONFIGS[architecture]
+    write(tmp_path, architecture, config)
+    assert kinds_in(tmp_path, expected) == expected
+
+
+def test_interiors_shorter_than_a_convolution_reaches_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "Lfm2ForCausalLM", CONFIGS["Lfm2ForCausalLM"][0])
     refused = checked(tmp_path, "--hypic", '{"min_segment_tokens": 1}', code=1)
     assert "min_segment_tokens=1: expected at least 2" in refused["refusal"]
 
 
-def test_mamba2_takes_its_states(tmp_path: Path) -> None:
-    config = {
-        **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 256},
-        **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
-        **{"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 2},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
-        **{"intermediate_size": 512, "dtype": "bfloat16"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
-    mamba = kinds["Mamba2, 8 heads of 64 x 128"]
-    state, conv, transition = 8 * 64 * 128 * 4, 3 * (8 * 64 + 2 * 2 * 128) * 2, 8 * 4
-    assert (mamba["layers"], mamba["segment_bytes"]) == (2, 2 * (state + conv + transition))
-    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
-
-
-def test_olmo_hybrid_is_served_on_cpu(tmp_path: Path) -> None:
-    config = {
-        **{"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "hidden_size": 256},
-        **{"num_hidden_layers": 3, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
-        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 96},
-        **{"linear_value_head_dim": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"vocab_size": 1000, "intermediate_size": 512, "dtype": "bfloat16", "pad_token_id": 0},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
-    assert kinds["gated delta net, 4 heads of 96 x 192"]["layers"] == 2
-    assert kinds["full attention, 2 KV heads of 64"]["layers"] == 1
-
-
-def test_kimi_linear_is_served_on_cpu(tmp_path: Path) -> None:
-    linear: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4}
-    config = {
-        **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "hidden_size": 256},
-        **{
-            "num_hidden_layers": 3,
-            "linear_attn_config": {**linear, "kda_layers": [1, 2], "full_attn_layers": [3]},
-        },
-        **{"num_attention_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
-        **{"v_head_dim": 64, "mla_use_nope": True, "vocab_size": 1000, "intermediate_size": 512},
-        "dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    kinds = {kind["what"]: kind["layers"] for kind in checked(tmp_path)["kinds"]}
-    assert kinds == {"gated delta net, 4 heads of 64 x 64": 2, "latent attention, rows of 576": 1}
-
-
-def test_bailing_v3_is_served_on_cpu(tmp_path: Path) -> None:
-    """Without the code that published models bring for their configuration."""
-    save_bailing_model(tmp_path, group_size=3)
-    found = checked(tmp_path)
-    kinds = {kind["what"]: kind["layers"] for kind in found["kinds"]}
-    assert kinds == {"gated delta net, 4 heads of 32 x 32": 2, "latent attention, rows of 576": 1}
+RING = {"hidden": 256, "heads": 4, "head_dim": 64, "experts": 8, "layers": 4, "group": 4}
+LIGHTNING = {"lightning attention, 4 heads of 64 x 64": (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))}
+LATENTS, SMALL = "latent attention, rows of 576", "full attention, 2 KV heads of 32"
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "attention"),
-    [(None, "latent attention, rows of 576"), (2, "full attention, 2 KV heads of 64")],
-)
-def test_ring_and_ling_are_served_on_cpu(tmp_path: Path, kv_heads: int | None, attention: str) -> None:
-    """Without the code that published models bring for their configuration."""
-    fields: dict[str, Any] = {"hidden": 256, "heads": 4, "head_dim": 64, "experts": 8}
-    save_ring_model(tmp_path, layers=4, group=4, kv_heads=kv_heads, **fields)
-    kinds = {kind["what"]: kind for kind in checked(tmp_path)["kinds"]}
-    lightning = kinds["lightning attention, 4 heads of 64 x 64"]
-    assert (lightning["layers"], lightning["segment_bytes"]) == (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))
-    assert kinds[attention]["layers"] == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "kinds"),
+    ("save", "fields", "kinds"),
     [
+        (save_bailing_model, {"group_size": 3}, {"gated delta net, 4 heads of 32 x 32": 2, LATENTS: 1}),
+        (save_ring_model, RING | {"kv_heads": None}, LIGHTNING | {LATENTS: 1}),
+        (save_ring_model, RING | {"kv_heads": 2}, LIGHTNING | {FULL: 1}),
         (
+            save_fla_model,
             {"kind": "delta_net", "expand_v": 2.0},
-            {"gated delta net, 4 heads of 32 x 64": 2, "full attention, 2 KV heads of 32": 2},
+            {"gated delta net, 4 heads of 32 x 64": 2, SMALL: 2},
         ),
-        ({"kind": "delta_net", "group": None}, {"gated delta net, 4 heads of 32 x 32": 4}),
-        ({"kind": "retnet", "group": None}, {"lightning attention, 4 heads of 32 x 32": 4}),
+        (save_fla_model, {"kind": "delta_net", "group": None}, {"gated delta net, 4 heads of 32 x 32": 4}),
+        (save_fla_model, {"kind": "retnet", "group": None}, {"lightning attention, 4 heads of 32 x 32": 4}),
         (
+            save_fla_model,
             {"kind": "gla", "expand_k": 0.5, "group": 4},
-            {"gated linear attention, 4 heads of 16 x 32": 3, "full attention, 2 KV heads of 32": 1},
+            {"gated linear attention, 4 heads of 16 x 32": 3, SMALL: 1},
         ),
     ],
 )
-def test_models_of_flash_linear_attention_are_served_on_cpu(
-    tmp_path: Path, fields: dict[str, Any], kinds: dict[str, int]
+def test_models_whose_code_is_not_here(
+    tmp_path: Path, save: Callable[..., None], fields: dict[str, Any], kinds: KINDS
 ) -> None:
-    """Without the package, hybrid or not."""
-    save_fla_model(tmp_path, **fields)
-    assert {kind["what"]: kind["layers"] for kind in checked(tmp_path)["kinds"]} == kinds
-
-
-def test_latents_take_one_row_a_token(tmp_path: Path) -> None:
-    config = {
-        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_hidden_layers": 3},
-        **{"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000},
-        **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 64},
-        **{"q_lora_rank": None, "first_k_dense_replace": 3, "dtype": "bfloat16"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = checked(tmp_path)
-    kinds = {kind["what"]: (kind["layers"], kind["segment_bytes"]) for kind in found["kinds"]}
-    assert kinds == {"latent attention, rows of 576": (3, 3 * found["segment_tokens"] * 576 * 2)}
+    """Published models bring code for their configuration, or need the package of flash linear attention."""
+    save(tmp_path, **fields)
+    assert kinds_in(tmp_path, kinds) == kinds
 
 
 def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
@@ -217,13 +219,9 @@ def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     writer = GGUFWriter(file, "llama")
     writer.add_name("a model")
-    writer.add_context_length(4096)
-    writer.add_embedding_length(256)
-    writer.add_block_count(3)
-    writer.add_feed_forward_length(512)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_vocab_size(1000)
+    sizes = {"context_length": 4096, "embedding_length": 256, "block_count": 3, "feed_forward_length": 512}
+    for name, size in (sizes | {"head_count": 4, "head_count_kv": 2, "vocab_size": 1000}).items():
+        getattr(writer, f"add_{name}")(size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -238,43 +236,24 @@ def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     assert done.returncode == 2 and "transformers does not read its header" in done.stderr
 
 
-def test_layers_that_read_the_kv_of_others_take_nothing(tmp_path: Path) -> None:
-    full, sliding = "full_attention", "sliding_attention"
-    config = {
-        **{"architectures": ["Gemma3nForCausalLM"], "model_type": "gemma3n_text", "num_hidden_layers": 5},
-        **{"layer_types": [sliding, sliding, full, sliding, full], "num_kv_shared_layers": 2},
-        **{"sliding_window": 64, "hidden_size": 256, "intermediate_size": 256},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1000},
-        **{"vocab_size_per_layer_input": 1000, "hidden_size_per_layer_input": 16, "dtype": "bfloat16"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = checked(tmp_path)
-    kinds = {kind["what"]: (kind["layers"], kind["segment_bytes"]) for kind in found["kinds"]}
-    each = found["segment_tokens"] * 2 * 2 * 64 * 2
-    assert kinds == {
-        "attention in a window of 64, 2 KV heads of 64": (2, 2 * each),
-        "full attention, 2 KV heads of 64": (1, each),
-        "attention over the KV of another layer": (2, 0),
-    }
-    before = 2 * (found["segment_tokens"] - 64) * 2 * 2 * 64 * 2
-    assert [kind["before_window_bytes"] for kind in found["kinds"]] == [before, 0, 0]
+def test_rows_before_the_last_window_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "Gemma3nForCausalLM", CONFIGS["Gemma3nForCausalLM"][0])
+    before = 2 * (TOKENS - 64) * 2 * 2 * 64 * 2
+    assert [kind["before_window_bytes"] for kind in checked(tmp_path)["kinds"]] == [before, 0, 0]
     assert "of it are rows before the last window of 2 layers: islands" in run(tmp_path).stdout
 
 
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     """And vLLM's own errors are told apart from ours."""
-    config = {
-        **{"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4},
-        **{"attention_chunk_size": 512, "num_local_experts": 2, "vocab_size": 1000, "hidden_size": 256},
-        **{"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = {"model_type": "llama4_text", "num_hidden_layers": 4, "num_key_value_heads": 4}
+    config |= {"attention_chunk_size": 512, "num_local_experts": 2, "head_dim": 64}
+    write(tmp_path, "Llama4ForCausalLM", config)
     done = run(tmp_path)
     assert done.returncode == 1, done.stderr
     assert "refused: local attention in chunks of 512 tokens" in done.stdout
     assert "3 of 4 layers cannot take part" in done.stdout and "full attention, 4 KV heads" in done.stdout
 
-    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["NobodysForCausalLM"]}))
+    write(tmp_path, "NobodysForCausalLM", config)
     done = run(tmp_path)
     assert done.returncode == 3 and "cannot say: vLLM makes no configuration of it" in done.stderr
     assert run(tmp_path / "nowhere").returncode == 2
@@ -306,9 +285,7 @@ def told(*architectures: str) -> list[str]:
 
 def test_models_that_keep_more_than_records_hold_are_refused_by_name() -> None:
     qwen, kimi, glm = told(
-        "Qwen4ExpForConditionalGeneration",
-        "KimiK3ForConditionalGeneration",
-        "Glm5NextForConditionalGeneration",
+        *(f"{name}ForConditionalGeneration" for name in ("Qwen4Exp", "KimiK3", "Glm5Next"))
     )
     assert "Qwen4ExpForConditionalGeneration has convolutions over n-grams of tokens and sparse" in qwen
     assert "KimiK3ForConditionalGeneration has residuals over layers" in kimi

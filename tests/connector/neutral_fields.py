@@ -6,40 +6,30 @@ The opposite is in ``vllm_hypic/connector/identity.py``; ``test_identity.py`` sa
 Reasons = dict[str, str]
 """Why, and the fields of which it is true, with spaces between."""
 
-PARTS: dict[str, str] = {
-    "model_config": "walked",
-    "cache_config": "walked",
-    "load_config": "walked",
-    "parallel_config": "walked",
-    "lora_config": "walked",
-    "attention_config": "walked",
-    "mamba_config": "walked",
-    "kernel_config": "walked",
-    "additional_config": "told",
-    "quant_config": "made of what the model and model_config.quantization_config say",
-    "compilation_config": "last bits: what is compiled, and how",
-    "optimization_level": "last bits: the same",
-    "performance_mode": "last bits: kernels and batches",
-    "scheduler_config": "last bits: where prefill chunks end",
-    "device_config": "last bits: the machine",
-    "offload_config": "where weights lie",
-    "engram_config": "where tables of weights lie",
-    "speculative_config": "told where a model drafts",
-    "kv_transfer_config": "the plugin's own",
-    "diffusion_config": "how tokens are chosen, not what is computed from them",
-    "watermark_config": "the same",
-    "structured_outputs_config": "the same",
-    "reasoning_config": "the same",
-    "ec_transfer_config": "where images are encoded; what they show stands in the record's key",
-    "ec_manager_config": "the same",
-    "aux_output_config": "what is given back beside tokens",
-    "observability_config": "what is told",
-    "logging_config": "the same",
-    "profiler_config": "the same",
-    "kv_events_config": "the same",
-    "instance_id": "a name",
-    "weight_transfer_config": "weights that change in a running engine, whose caches are then reset",
-    "shutdown_timeout": "how it ends",
+PARTS: Reasons = {
+    "walked": (
+        "model_config cache_config load_config parallel_config lora_config attention_config mamba_config "
+        "kernel_config"
+    ),
+    "told": "additional_config",
+    "told where a model drafts": "speculative_config",
+    "made of what the model and model_config.quantization_config say": "quant_config",
+    "last bits: what is compiled, how, kernels and batches": (
+        "compilation_config optimization_level performance_mode"
+    ),
+    "last bits: where prefill chunks end, and the machine": "scheduler_config device_config",
+    "where weights, and tables of weights, lie": "offload_config engram_config",
+    "the plugin's own": "kv_transfer_config",
+    "how tokens are chosen, not what is computed from them": (
+        "diffusion_config watermark_config structured_outputs_config reasoning_config"
+    ),
+    "where images are encoded; what they show stands in the record's key": (
+        "ec_transfer_config ec_manager_config"
+    ),
+    "what is given back beside tokens": "aux_output_config",
+    "what is told of the engine": "observability_config logging_config profiler_config kv_events_config",
+    "a name, and how it ends": "instance_id shutdown_timeout",
+    "weights that change in a running engine, whose caches are then reset": "weight_transfer_config",
 }
 
 FIELDS: dict[str, Reasons] = {
@@ -67,7 +57,7 @@ FIELDS: dict[str, Reasons] = {
         "where files are, and how they are read": (
             "download_dir safetensors_prefetch_num_threads safetensors_prefetch_block_size device "
             "use_tqdm_on_load pt_load_map_location"
-        ),
+        )
     },
     "cache_config": {
         "sizes and the stream's own cache": (
@@ -132,14 +122,12 @@ FIELDS: dict[str, Reasons] = {
             "minimax_m3_msa_decode_backend"
         ),
     },
-    "mamba_config": {
-        "last bits: kernels": "backend ssu_algorithm",
-    },
+    "mamba_config": {"last bits: kernels": "backend ssu_algorithm"},
     "kernel_config": {
         "last bits: kernels": (
             "ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune "
             "enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend"
-        ),
+        )
     },
 }
 

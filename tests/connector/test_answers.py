@@ -1,4 +1,4 @@
-"""Records of answers as the scheduler side keeps them: names, places, who gives way."""
+"""Records of answers and prefixes as the scheduler side keeps them: names, places, worth, who gives way."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import pytest
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler import continuations, placement
 from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, REMEMBERED, Continuations
-from vllm_hypic.connector.scheduler.entries import Lookup, Need
+from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.growing import GrowingDirectory
+from vllm_hypic.connector.scheduler.placement import APART_TOKENS, LEAST_OVERLAPS, PrefixPlacement
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan, Space
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
-from vllm_hypic.primitives.plan import PromptPlan
+from vllm_hypic.primitives.plan import CachedSegment, PoolLimits, PromptPlan
+from vllm_hypic.primitives.policies import parse_link
+from vllm_hypic.primitives.prefix import build_prefix_plan
 from vllm_hypic.primitives.tokens import PrimitiveIds
+from vllm_hypic.store.cache_value import CacheValue
 
 from .simulated_worker import PAGE
 from .vocabulary import geometry
@@ -119,7 +123,7 @@ def test_pages_follow_each_other_and_states_stay_in_one_place(side: Side) -> Non
     assert list(first.local_positions(first.lo, first.hi)) == list(range(3 * PAGE, 4 * PAGE))
 
 
-def test_a_prompt_that_waits_is_given_the_room(side: Side) -> None:
+def test_a_prompt_that_waits_is_given_the_room() -> None:
     small = Side(pages=7)
     computed = small.begin("a", PROMPT)
     small.decode("a", computed, 2 * PAGE)
@@ -133,7 +137,7 @@ def test_a_prompt_that_waits_is_given_the_room(side: Side) -> None:
     assert not small.has((*PROMPT, *ANSWER)[: 4 * PAGE])
 
 
-def test_who_finds_no_page_keeps_what_it_has(side: Side) -> None:
+def test_who_finds_no_page_keeps_what_it_has() -> None:
     small = Side(pages=5)
     small.ask("a", PROMPT, ANSWER)
     assert small.has((*PROMPT, *ANSWER)[: 5 * PAGE])
@@ -147,21 +151,15 @@ def test_who_generates_too_little_takes_no_room(side: Side) -> None:
         side.end(f"{most}", ())
 
 
-def test_who_begins_anew_leaves_nothing(side: Side) -> None:
-    computed = side.begin("a", PROMPT)
-    side.decode("a", computed, 2 * PAGE)
-    assert side.run("a", 0, computed + 2 * PAGE) == ()
-    side.end("a", (*PROMPT, *ANSWER[: 2 * PAGE + 1]))
-    assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
-
-
-def test_nothing_is_named_by_tokens_that_are_not_known(side: Side) -> None:
-    side.decode("a", side.begin("a", PROMPT), PAGE - 3)
-    side.end("a", (*PROMPT, *ANSWER[: PAGE - 4]))
-    assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
-
-
 def test_nothing_is_left_of_deleted_records_and_former_weights(side: Side) -> None:
+    """Nor of a request that begins anew, nor under the name of tokens that are not known."""
+    computed = side.begin("anew", PROMPT)
+    side.decode("anew", computed, 2 * PAGE)
+    assert side.run("anew", 0, computed + 2 * PAGE) == ()
+    side.end("anew", (*PROMPT, *ANSWER[: 2 * PAGE + 1]))
+    side.decode("unknown", side.begin("unknown", PROMPT), PAGE - 3)
+    side.end("unknown", (*PROMPT, *ANSWER[: PAGE - 4]))
+    assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
     computed = side.begin("a", PROMPT)
     side.decode("a", computed, 2 * PAGE)
     side.side.directory.discard(side.plan(PROMPT).segments[0].key)
@@ -311,3 +309,108 @@ def test_few_are_remembered(side: Side, full: bool) -> None:
         assert counted.likely is (i + 1 < until)
     assert len(counted._open) <= REMEMBERED and len(counted._unused) <= REMEMBERED
     assert len(counted._open) + len(counted._unused) >= REMEMBERED
+
+
+def flops(tokens: int) -> float:
+    return 1e6 * tokens + 1e3 * tokens**2
+
+
+def text(number: int, pages: int) -> tuple[int, ...]:
+    return tuple(range(10_000 * number, 10_000 * number + pages * PAGE))
+
+
+def entry(side: Side, tokens: Sequence[int]) -> Entry:
+    """The record of these whole pages."""
+    return side.side.directory.get(side.plan((*tokens, 1)).segments[0].key)
+
+
+def behind(side: Side, first: int, stop: int) -> CacheValue:
+    """A state at page ``stop`` whose next one before it is at page ``first``."""
+    geometry, tokens = side.side.geometry, (stop - first) * PAGE
+    saved = flops(stop * PAGE) - flops(first * PAGE)
+    return CacheValue(tokens, saved, geometry.slot_bytes + (stop - first) * geometry.page_bytes)
+
+
+def test_a_state_is_worth_what_it_has_beyond_the_one_before() -> None:
+    side = Side(flops=flops)
+    common, whole = text(1, 3), (*text(1, 3), *text(2, 3))
+    side.ask("first", (*whole, 1), ())
+    assert entry(side, whole).worth == behind(side, 0, 6)
+    forks = [(*common, *text(n, 2)) for n in (3, 4)]
+    side.ask("parts", (*forks[0], 1), ())
+    assert entry(side, common).worth == behind(side, 0, 3), "kept on the way"
+    assert entry(side, forks[0]).worth == behind(side, 3, 5)
+    assert entry(side, forks[0]).value == behind(side, 0, 5), "what a hit saves"
+    assert side.ask("goes on", (*forks[1], 1), ANSWER) == 2 * PAGE + 1
+    assert entry(side, forks[1]).worth == behind(side, 3, 5)
+    assert entry(side, (*forks[1], 1, *ANSWER)[: 9 * PAGE]).worth == behind(side, 5, 9)
+
+
+def test_who_saves_most_for_its_bytes_stays_longer() -> None:
+    """The older prompt is the longer one, so a byte of it is worth more."""
+    side = Side(slots=3, flops=lambda tokens: float(tokens**3))
+    side.side.answers._on = False
+    long, short, other = text(1, 20), text(2, 2), text(3, 4)
+    for name, prompt in (("long", long), ("short", short), ("other", other), ("next", text(4, 4))):
+        side.ask(name, (*prompt, 1), ())
+    assert side.has(long) and not side.has(short)
+
+
+ROOM = PoolLimits(10_000, 100, PAGE, 100_000)
+APART = APART_TOKENS // PAGE
+
+
+@pytest.fixture
+def places() -> PrefixPlacement:
+    config = HypicConfig.from_mapping({"prefix": "sparse", "page_tokens": PAGE})
+    return PrefixPlacement(config, geometry(64, 8), float)
+
+
+def prefix(*tokens: int) -> CachedSegment:
+    """Of a prompt of these tokens and one more."""
+    link = parse_link("hypic", 0, "none", "none")
+    plan = build_prefix_plan((*tokens, -1), link, Namespace.from_config({}), ROOM, least_tokens=1)
+    assert plan is not None
+    return plan.segments[0]
+
+
+def test_checkpoints_stand_apart_until_something_is_known(places: PrefixPlacement) -> None:
+    """Of a long prompt no more than of a segment."""
+    assert places.kept(prefix(*text(0, 3 * APART))) == {APART_TOKENS, 2 * APART_TOKENS}
+    kept = places.kept(prefix(*text(1, 60 * APART)))
+    assert 4 < len(kept) <= 8 and max(kept) == 59 * APART_TOKENS
+
+
+def test_one_stands_where_a_prompt_parts_from_an_earlier_one(places: PrefixPlacement) -> None:
+    places.kept(prefix(*text(0, 20)))
+    assert places.kept(prefix(*text(0, 7), *text(1, 5))) == {7 * PAGE}
+
+
+def test_none_stand_inside_where_prompts_only_grow(places: PrefixPlacement) -> None:
+    """All that is shared is whole records: each is resumed from its end."""
+    for talk in range(LEAST_OVERLAPS):
+        for turn in range(1, 5):
+            kept = places.kept(prefix(*text(talk, 10 * turn)))
+    assert kept == {30 * PAGE}, "where the turn before ended"
+    assert places.kept(prefix(*text(999, 3 * APART))) == set()
+    assert places.kept(prefix(*text(777, 3)), prompts_grow=True) == set()
+    assert places.kept(prefix(*text(777, 9)), prompts_grow=True) == set(), "nobody else parts there"
+    forks = prefix(*text(777, 5), *text(778, 1))
+    assert places.kept(forks, prompts_grow=True) == {5 * PAGE}
+
+
+def test_one_stands_where_prompts_have_parted(places: PrefixPlacement) -> None:
+    """All have a tail of five pages for themselves."""
+    for other in range(1, LEAST_OVERLAPS + 20):
+        places.kept(prefix(*text(0, 40), *text(other, 5)))
+    assert 40 * PAGE in places.kept(prefix(*text(1000, 45)))
+
+
+def test_answers_do_not_move_where_prompts_part(places: PrefixPlacement) -> None:
+    """Prompts part five pages before their ends, wherever that is; each has an answer behind it."""
+    for other in range(2 * LEAST_OVERLAPS):
+        for asked in (1, 2):
+            tokens = (*text(other, (20 + other)), *text(1000 * asked + other, 5))
+            places.kept(prefix(*tokens))
+            places.grown(prefix(*tokens, *text(3000 + other, (10 + other % 7))))
+    assert places.kept(prefix(*text(999, 90))) == {85 * PAGE}

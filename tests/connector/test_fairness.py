@@ -16,7 +16,7 @@ from vllm_hypic.errors import ConfigError
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 
-from .test_scheduler_store import DOCUMENTS, IDS, QUERY, pin, side
+from .test_scheduler_store import DOCUMENTS, IDS, QUERY, compute, end, pin, side
 
 
 def plan(on: SchedulerSide, *documents: int, tenant: str = "a") -> PromptPlan:
@@ -38,14 +38,9 @@ def small(segments: int, **options: Any) -> SchedulerSide:
 def pump(on: SchedulerSide) -> list[str]:
     """Compute what is to be computed; the requests that were given room now."""
     before = {name for name, c in on.admission.requests.items() if c.acquired}
-    for job in on.pump():
-        on.finished(job.request_id, completed=True)
+    compute(on)
     on.directory.check_integrity()
     return [name for name, c in on.admission.requests.items() if c.acquired and name not in before]
-
-
-def end(on: SchedulerSide, name: str) -> None:
-    on.finished(name, completed=True)
 
 
 def order(on: SchedulerSide) -> list[str]:
@@ -59,10 +54,14 @@ def order(on: SchedulerSide) -> list[str]:
 
 
 def test_the_more_urgent_gets_room_first_and_of_equals_who_came_first() -> None:
+    """Among tenants that hold nothing, too."""
     on = small(1)
     for i, (name, priority) in enumerate((("late", 3), ("first", 1), ("second", 1), ("urgent", -2))):
         admit(on, name, i, priority=priority)
     assert order(on) == ["urgent", "first", "second", "late"]
+    for i, tenant in enumerate("abcb"):
+        admit(on, f"{tenant}{i}", i, tenant=tenant)
+    assert order(on) == ["a0", "b1", "c2", "b3"]
 
 
 def test_nobody_overtakes_a_request_that_waits_for_room() -> None:
@@ -87,13 +86,6 @@ def test_the_tenant_that_holds_the_least_comes_next() -> None:
     assert pump(on) == ["one"], "before those that came before it"
     end(on, "one")
     assert pump(on) == ["many 2"]
-
-
-def test_whoever_came_first_comes_next_among_tenants_that_hold_nothing() -> None:
-    on = small(1)
-    for i, tenant in enumerate("abcb"):
-        admit(on, f"{tenant}{i}", i, tenant=tenant)
-    assert order(on) == ["a0", "b1", "c2", "b3"]
 
 
 def test_a_tenant_at_its_share_waits_for_itself_alone() -> None:
@@ -133,8 +125,7 @@ def test_what_is_computed_for_a_client_that_left_counts_until_it_is_done() -> No
     on.finished("left", completed=False)
     admit(on, "next", 2)
     assert on.pump() == []
-    for job in jobs:
-        on.finished(job.request_id, completed=True)
+    end(on, *jobs)
     assert pump(on) == ["next"]
 
 
@@ -147,13 +138,9 @@ def test_a_request_takes_no_more_than_its_part_and_the_rest_goes_to_the_stream(o
     assert on.planner.limits().slots == 2, "routers plan alike"
     admit(on, "r", 0, 1, 2)
     assert pump(on) == ["r"]
-
-
-@pytest.mark.parametrize("option", ["max_request_fraction", "max_tenant_fraction"])
-def test_where_the_part_holds_no_record_everything_goes_to_the_stream(option: str) -> None:
-    on = small(4, **{option: 0.2})
-    admit(on, "r", 0, 1)
-    assert plan(on, 0, 1).segments == () and pump(on) == ["r"] and on.ready("r")
+    nothing = small(4, **{option: 0.2})
+    admit(nothing, "r", 0, 1)
+    assert plan(nothing, 0, 1).segments == () and pump(nothing) == ["r"] and nothing.ready("r")
 
 
 @pytest.mark.parametrize(("part", "told"), [(0.2, True), (0.3, False)])

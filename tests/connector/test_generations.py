@@ -12,7 +12,7 @@ from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey, segment_key
 
 from . import test_scheduler_transfer as transfer
-from .test_scheduler_store import admit, fetched, say, side, step
+from .test_scheduler_store import admit, end, fetched, say, side, step
 
 
 def running(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
@@ -31,7 +31,7 @@ def computed(on: SchedulerSide) -> list[bool]:
     for job in jobs + on.pump():
         [plan] = on.views.captures(job.request_id)
         stored.append(plan.stored is not None)
-        on.finished(job.request_id, completed=True)
+        end(on, job)
     return stored
 
 
@@ -71,9 +71,9 @@ def test_a_running_request_ends_with_its_records_and_a_new_one_gets_others() -> 
     assert not set(old) & set(new)
     assert computed(on) == [True, True], "records of the new weights are stored"
     assert on.ready("old") and on.ready("new") and on.hits("new").total() == 0
-    on.finished("old", completed=True)
+    end(on, "old")
     assert all(on.directory.lookup(key) is Lookup.MISS for key in old), "nobody can want them"
-    on.finished("new", completed=True)
+    end(on, "new")
     assert all(on.directory.lookup(key) is Lookup.HIT for key in new)
     on.directory.check_integrity()
 
@@ -90,9 +90,9 @@ def test_what_is_being_computed_serves_only_who_waited_for_it() -> None:
     (new,) = admit(on, "new", 0)
     assert computed(on) == [True]
     assert on.ready("new") and not on.ready("old")
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert on.ready("old")
-    on.finished("old", completed=True)
+    end(on, "old")
     assert on.directory.lookup(old) is Lookup.MISS and on.directory.lookup(new) is Lookup.HIT
 
 
@@ -102,17 +102,17 @@ def test_a_request_that_waited_for_room_leaves_nothing_of_its_generation() -> No
     old = admit(on, "old", 2)
     assert on.pump() == []
     on.reset("2")
-    on.finished("first", completed=True)
+    end(on, "first")
     assert computed(on) == [False], "it would be there after a restart, under the name of the first weights"
     assert on.ready("old")
-    on.finished("old", completed=True)
+    end(on, "old")
     assert len(on.directory) == 0 and on.directory.lookup(old[0]) is Lookup.MISS
 
 
 def test_pins_and_expiries_hold_in_every_generation() -> None:
     on = side(segments=4, max_pinned_fraction=0.5)
     first, second = running(on, "r", 0, 1)
-    on.finished("r", completed=True)
+    end(on, "r")
     on.retention.pin_record(first, 40, leading=False)
     on.retention.expire_record(second, time.time() + 3600)
     step(on)
@@ -127,7 +127,7 @@ def test_pins_and_expiries_hold_in_every_generation() -> None:
         assert on.directory.kept == {kept} and not on.retention.record_state(first).resident
         assert running(on, "r", 0, 1) == [kept, expiring]
         assert on.retention.record_state(first).resident and on.retention.record_state(second).resident
-        on.finished("r", completed=True)
+        end(on, "r")
     on.retention.expire_record(second, time.time() - 1)
     on.pump()
     assert not on.retention.record_state(second).resident
@@ -141,15 +141,15 @@ def test_a_delivery_that_was_not_begun_fails() -> None:
     transfer.admit(on, "old", 0, query=False, hypic_push_to=transfer.ELSEWHERE)
     (job,) = on.pump()
     on.reset("2")
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert on.over("old")
     fault = on.push_fault("old")
     assert fault is not None and "weights may be others" in fault
     assert transfer.pushes(step(on)) == []
-    on.finished("old", completed=True)
+    end(on, "old")
     transfer.admit(on, "new", 0, query=False, hypic_push_to=transfer.ELSEWHERE)
     (job,) = on.pump()
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert not on.over("new") and len(transfer.pushes(step(on))) == 1, "segment parallelism goes on"
 
 

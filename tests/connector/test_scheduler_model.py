@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+from unittest import TestCase
 
 import pytest
 from hypothesis import settings
@@ -17,17 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from vllm_hypic.connector.scheduler import placement
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.eviction import PolicyName
 
 from .simulated_worker import PAGE
-from .simulation import (
-    CLOCKED,
-    Clock,
-    Ends,
-    Engine,
-    Prompt,
-    Request,
-)
+from .simulation import CLOCKED, Clock, Ends, Engine, Prompt, Request
 from .vocabulary import DOCUMENTS, FORKS, LEADS, ONE_MEMORY, PREFIXES, WHOLE, Vocabulary
 
 T = TypeVar("T")
@@ -61,7 +54,7 @@ DISTURBANCES |= {"reset": 1, "restart": 1}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    words: ClassVar[Vocabulary] = WHOLE
+    words: ClassVar[Vocabulary]
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,16 +72,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         request_fraction=st.sampled_from([1.0, 0.4]),
         disturbances=st.sets(st.sampled_from(sorted(DISTURBANCES))),
     )
-    def start(
-        self,
-        policy: PolicyName,
-        ranks: int,
-        tiered: bool,
-        tenant_fraction: float,
-        request_fraction: float,
-        disturbances: set[str],
-    ) -> None:
-        self.engine = Engine(self.clock, policy, ranks, tiered, tenant_fraction, request_fraction, self.words)
+    def start(self, disturbances: set[str], **options: Any) -> None:
+        self.engine = Engine(self.clock, words=self.words, **options)
         self.disturbances = sorted(disturbances)
 
     @rule(data=st.data())
@@ -268,58 +253,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
-class LongSchedulerMachine(SchedulerMachine):
-    """The same, for longer."""
+def machine(words: Vocabulary, runs: int, steps: int = 50) -> type[TestCase]:
+    """A test of so many runs, with prompts of these words."""
+    case = type(f"SchedulerMachine{runs}", (SchedulerMachine,), {"words": words}).TestCase
+    case.settings = settings(max_examples=runs, stateful_step_count=steps, deadline=None)
+    return case
 
 
-class ForkingSchedulerMachine(SchedulerMachine):
-    """The same of records with checkpoints, and documents that begin alike."""
-
-    words = FORKS
-
-
-class PrefixSchedulerMachine(SchedulerMachine):
-    """The same where plain prompts capture their own prefixes, too."""
-
-    words = PREFIXES
-
-
-class OneMemorySchedulerMachine(SchedulerMachine):
-    """And where states lie in pages."""
-
-    words = ONE_MEMORY
-
-
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
-TestLongSchedulerMachine = pytest.mark.slow(LongSchedulerMachine.TestCase)
-TestLongSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
-TestForkingSchedulerMachine = ForkingSchedulerMachine.TestCase
-TestForkingSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
-
-TestPrefixSchedulerMachine = PrefixSchedulerMachine.TestCase
-TestPrefixSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestOneMemorySchedulerMachine = OneMemorySchedulerMachine.TestCase
-TestOneMemorySchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-
-
-class LongForkingSchedulerMachine(ForkingSchedulerMachine):
-    """The same, for longer."""
-
-
-TestLongForkingSchedulerMachine = pytest.mark.slow(LongForkingSchedulerMachine.TestCase)
-TestLongForkingSchedulerMachine.settings = settings(max_examples=1000, stateful_step_count=100, deadline=None)
-
-
-class LongPrefixSchedulerMachine(PrefixSchedulerMachine):
-    """The same, for longer."""
-
-
-class LongOneMemorySchedulerMachine(OneMemorySchedulerMachine):
-    """The same, for longer."""
-
-
-TestLongPrefixSchedulerMachine = pytest.mark.slow(LongPrefixSchedulerMachine.TestCase)
-TestLongPrefixSchedulerMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
-TestLongOneMemorySchedulerMachine = pytest.mark.slow(LongOneMemorySchedulerMachine.TestCase)
-TestLongOneMemorySchedulerMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestSchedulerMachine = machine(WHOLE, 120)
+TestLongSchedulerMachine = pytest.mark.slow(machine(WHOLE, 1000, 100))
+TestForkingSchedulerMachine = machine(FORKS, 80)
+TestLongForkingSchedulerMachine = pytest.mark.slow(machine(FORKS, 1000, 100))
+TestPrefixSchedulerMachine = machine(PREFIXES, 60)
+TestLongPrefixSchedulerMachine = pytest.mark.slow(machine(PREFIXES, 300))
+TestOneMemorySchedulerMachine = machine(ONE_MEMORY, 60)
+TestLongOneMemorySchedulerMachine = pytest.mark.slow(machine(ONE_MEMORY, 300))

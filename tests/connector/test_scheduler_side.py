@@ -7,36 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.primitives.keys import Namespace
-from vllm_hypic.primitives.tokens import PrimitiveIds
 
-IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+from .test_scheduler_store import IDS, QUERY, end
+from .test_scheduler_store import side as store_side
+
 PAGE = 4
-LEAD, DOCUMENT, QUERY = list(range(10, 30)), list(range(100, 140)), [900, 901]
+LEAD, DOCUMENT = list(range(10, 30)), list(range(100, 140))
 
 
-def side(reads_successors: bool = False, **options: Any) -> SchedulerSide:
-    config = HypicConfig.from_mapping(
-        {"min_segment_tokens": 8, "seam_tokens": 3, "context": "none", "islands": "none", **options}
-    )
-    attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
-    geometry = PoolGeometry(attention, (), page_tokens=PAGE, pages=64, slots=8)
-    return SchedulerSide(
-        config,
-        geometry,
-        Namespace.from_config({}),
-        4096,
-        lambda: IDS,
-        reads_successors=reads_successors,
-    )
+def side(**options: Any) -> SchedulerSide:
+    return store_side(**{"store": False, "seam_tokens": 3, **options})
 
 
 def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
@@ -105,7 +90,7 @@ def test_records_are_moved_from_where_they_were_computed(
     jobs = pumped(on, tokens, hypic_link=link)
     while jobs:
         for job, _ in jobs:
-            on.finished(job.request_id, completed=True)
+            end(on, job)
         jobs = [(job, None) for job in on.pump()]
     stream = on.views.stream_plan("r")
     assert stream is not None and [point.shift for point in stream.points] == [0, shift]
@@ -126,8 +111,7 @@ def test_successors_that_are_in_records(
     on = side()
     lead, document = pumped(on, [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link=link)
     assert (lead[1].successor, document[1].successor) == (None, behind_record)
-    for job, _ in (lead, document):
-        on.finished(job.request_id, completed=True)
+    end(on, lead[0], document[0])
     stream = on.views.stream_plan("r")
     assert stream is not None and stream.successors == behind_stream
 
@@ -152,7 +136,7 @@ def test_all_segments_of_a_prompt_are_asked_for_at_once() -> None:
     assert all(not (a & b) for a, b in pairwise(slots)), "two records share a page"
     assert not on.ready("r")
     for job, _ in jobs[:-1]:
-        on.finished(job.request_id, completed=True)
+        end(on, job)
         assert not on.ready("r")
     on.finished(jobs[-1][0].request_id, completed=True)
     assert on.ready("r"), "with the last segment's end the request may run"
@@ -164,7 +148,7 @@ def test_counters() -> None:
     on = side()
     tokens = [IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
     ((job, _),) = pumped(on, tokens)
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     admit(on, tokens, "warm")
     assert on.pump() == []
     counters = on.take_counters()

@@ -1,8 +1,10 @@
-"""The scheduler side with a store behind the pool: loads, misses, ranks, pins, drops, expiry."""
+"""The scheduler side with a store behind the pool: loads, misses, ranks, pins, drops, expiry, bounds."""
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,23 +13,23 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
 from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction, StoreOrder
-from vllm_hypic.connector.scheduler.planning import PlanRequest
+from vllm_hypic.connector.scheduler import retention
+from vllm_hypic.connector.scheduler.expiries import Expiries
+from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
+from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
-from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.store.protocol import StoreStats, TierStats
 
-IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
+from .simulation import IDS, STORE
+
 DOCUMENTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400, 500)]
 QUERY = [900, 901]
 PAGES_EACH = 10
-STORE = {"tiers": [{"type": "memory", "bytes": 1 << 20}]}
-
-
 LINEAR = LinearGeometry("layers.1", 6, 4, 4, 3, 8, torch.float32)
 
 
@@ -37,8 +39,11 @@ def side(
     store: bool | dict[str, Any] = True,
     segments: int = 8,
     linear: bool = False,
+    reads_successors: bool = False,
+    text: Sequence[int] = (),
     **options: Any,
 ) -> SchedulerSide:
+    """A scheduler side whose pool holds so many records of :data:`DOCUMENTS`."""
     if store:
         options["store"] = STORE if store is True else store
     config = HypicConfig.from_mapping(
@@ -53,7 +58,12 @@ def side(
         slots=segments,
         transition_blocks=segments * LINEAR.heads if linear else 0,
     )
-    return SchedulerSide(config, geometry, Namespace.from_config({}), 4096, lambda: IDS, ranks=ranks)
+    return SchedulerSide(
+        *(config, geometry, Namespace.from_config({}), 4096, lambda: IDS),
+        ranks=ranks,
+        texts=PlanningTexts(context=lambda: tuple(text)),
+        reads_successors=reads_successors,
+    )
 
 
 def admit(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
@@ -86,6 +96,32 @@ def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ..
     )
 
 
+def arrive(on: SchedulerSide) -> None:
+    """All records that are fetched now are found."""
+    on.pump()
+    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+
+
+def fetching(on: SchedulerSide, name: str = "r", *documents: int) -> RecordPlace:
+    """The first record that a new request has fetched."""
+    admit(on, name, *(documents or (0,)))
+    on.pump()
+    return fetched(step(on))[0]
+
+
+def end(on: SchedulerSide, *ended: str | SegmentRequest) -> None:
+    """Requests and segment requests end well."""
+    for each in ended:
+        on.finished(each if isinstance(each, str) else each.request_id, completed=True)
+
+
+def compute(on: SchedulerSide) -> list[list[int]]:
+    """Compute all that is to be computed; the tokens of each segment request."""
+    jobs = on.pump()
+    end(on, *jobs)
+    return [job.token_ids for job in jobs]
+
+
 def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     on = side()
     first, second = admit(on, "r", 0, 1)
@@ -101,55 +137,39 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     assert on.hits("r").total() == 40
     [plan] = on.views.captures(job.request_id)
     assert plan.stored is not None and plan.stored.key == second
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert on.ready("r")
     counters = on.take_counters()
     assert (counters.segments_loaded, counters.segments_hit, counters.segments_computed) == (1, 1, 1)
     assert (counters.tokens_reused, counters.tokens_computed) == (40, 42)
-    on.finished("r", completed=True)
+    end(on, "r")
     on.directory.check_integrity()
 
 
 def test_without_a_store_nothing_is_fetched_or_stored() -> None:
     on = side(store=False)
-    admit(on, "r", 0)
+    (key,) = admit(on, "r", 0)
     (job,) = on.pump()
     [plan] = on.views.captures(job.request_id)
     assert plan.stored is None
-    on.retention.drop_record(plan_key(on, "r"))
+    on.retention.drop_record(key)
     assert fetched(step(on)) == [] and not on.retention.has_orders
 
 
-def plan_key(on: SchedulerSide, name: str) -> SegmentKey:
-    plan = on.plan_of(name)
-    assert plan is not None
-    return plan.segments[0].key
-
-
-def test_a_record_is_there_when_all_ranks_have_it() -> None:
+def test_a_record_is_there_when_all_ranks_have_it_and_else_computed_by_all() -> None:
     on = side(ranks=2)
-    admit(on, "r", 0)
-    on.pump()
-    (place,) = fetched(step(on))
+    place = fetching(on)
     say(on, taken=(place.serial,))
     assert not on.ready("r"), "one rank of two"
     say(on, taken=(place.serial,))
     assert on.ready("r")
-
-
-def test_a_record_that_one_rank_lacks_is_computed_by_all() -> None:
-    on = side(ranks=2)
-    admit(on, "r", 0)
-    on.pump()
-    (place,) = fetched(step(on))
-    one, other = (
-        WorkerReport(loads={place.serial: LoadCount(taken=1)}),
-        WorkerReport(loads={place.serial: LoadCount(missed=1)}),
-    )
+    place = fetching(on, "other", 1)
+    counts = LoadCount(taken=1), LoadCount(missed=1)
+    one, other = (WorkerReport(loads={place.serial: count}) for count in counts)
     merged = one.aggregate(other)
     assert isinstance(merged, WorkerReport)
     on.absorb(merged)
-    assert len(on.pump()) == 1 and on.hits("r").total() == 0
+    assert len(on.pump()) == 1 and on.hits("other").total() == 0
 
 
 def test_a_record_is_in_the_store_when_all_ranks_have_handed_it_over() -> None:
@@ -195,23 +215,20 @@ def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool)
 def test_two_requests_for_one_absent_record_fetch_it_once() -> None:
     on = side()
     admit(on, "a", 0)
-    admit(on, "b", 0)
-    on.pump()
-    (place,) = fetched(step(on))
+    place = fetching(on, "b", 0)
+    assert fetched(step(on)) == []
     on.finished("a", completed=False)  # the one that asked is gone
     say(on, missed=(place.serial,))
     (job,) = on.pump()
     assert job.for_request == "b"
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert on.ready("b")
 
 
 def test_a_load_for_nobody_ends_quietly() -> None:
     for found in (True, False):
         on = side()
-        admit(on, "r", 0)
-        on.pump()
-        (place,) = fetched(step(on))
+        place = fetching(on)
         on.finished("r", completed=False)
         say(on, **({"taken": (place.serial,)} if found else {"missed": (place.serial,)}))
         assert on.pump() == []
@@ -222,8 +239,7 @@ def test_a_load_for_nobody_ends_quietly() -> None:
 def resident(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
     """A request whose records were all found."""
     keys = admit(on, name, *documents)
-    on.pump()
-    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    arrive(on)
     assert on.ready(name)
     return keys
 
@@ -236,7 +252,7 @@ def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice(
     assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
     assert not on.retention.record_state(key).resident and not on.retention.has_orders
     assert on.ready("r") and len(on.directory) == 1, "who uses it goes on"
-    on.finished("r", completed=True)
+    end(on, "r")
     assert len(on.directory) == 0 and on.retention.has_orders
     assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
     assert not on.retention.has_orders
@@ -262,10 +278,10 @@ def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: boo
         serials.append(place.serial)
         say(on, taken=(place.serial,))
         assert on.ready(f"{i}")
-        on.finished(f"{i - 1}", completed=True)
+        end(on, f"{i - 1}")
         on.directory.check_integrity()
         assert len(on.directory) == 1, "the former record is gone"
-    on.finished("3", completed=True)
+    end(on, "3")
     assert step(on) == [], "the last record was asked for after all deletions: it stays in the store"
     assert on.retention.record_state(key).resident
 
@@ -273,9 +289,8 @@ def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: boo
 def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
     """The store brings a record to one place at a time; who asks after the deletion has it computed."""
     on = side()
-    (key,) = admit(on, "earlier", 0)
-    on.pump()
-    (place,) = fetched(step(on))
+    place = fetching(on, "earlier", 0)
+    key = place.key
     on.retention.drop_record(key)
     admit(on, "later", 0)
     (job,) = on.pump()
@@ -284,12 +299,11 @@ def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
     assert not on.ready("earlier") and not on.ready("later")
     (again,) = on.pump()
     assert again.for_request == "earlier"
-    on.finished(again.request_id, completed=True)
+    end(on, again)
     assert on.ready("earlier") and not on.ready("later")
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert on.ready("later")
-    for name in ("earlier", "later"):
-        on.finished(name, completed=True)
+    end(on, "earlier", "later")
     on.directory.check_integrity()
     assert on.directory.pinned == 0 and on.retention.record_state(key).resident
 
@@ -297,7 +311,7 @@ def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
 def test_an_expired_record_is_dropped() -> None:
     on = side()
     (key,) = resident(on, "r", 0)
-    on.finished("r", completed=True)
+    end(on, "r")
     on.retention.expire_record(key, time.time() + 3600)
     on.pump()
     assert on.retention.record_state(key).resident
@@ -310,7 +324,7 @@ def test_an_expired_record_is_dropped() -> None:
 def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on = side(segments=4, max_pinned_fraction=0.5)
     keys = resident(on, "r", 0, 1, 2)
-    on.finished("r", completed=True)
+    end(on, "r")
     pin(on, keys[0])
     pin(on, keys[1])
     with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and transition blocks"):
@@ -322,7 +336,7 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     on.pump()
     assert all(on.retention.record_state(k).resident for k in keys[:2])
     say(on, taken=tuple(p.serial for p in fetched(step(on))))
-    on.finished("s", completed=True)
+    end(on, "s")
     # Pinned documents themselves cost a request nothing.
     admit(on, "t", 0, 1, 2, 3)
     plan = on.plan_of("t")
@@ -339,8 +353,7 @@ def test_a_pinned_record_that_is_away_blocks_nobody(way: str, linear: bool) -> N
     resident(on, "leading", 4)
     key = resident(on, "first", 4, 0)[1]
     on.directory.shrink(on.directory.get(key).serial, 2)
-    for name in ("leading", "first"):
-        on.finished(name, completed=True)
+    end(on, "leading", "first")
     if way == "eviction":
         admit(on, "earlier", 4, 1, 2, 3)
     pin(on, key)
@@ -353,14 +366,12 @@ def test_a_pinned_record_that_is_away_blocks_nobody(way: str, linear: bool) -> N
     elif way == "reset":
         on.reset("2")
     else:
-        on.pump()
-        say(on, taken=tuple(p.serial for p in fetched(step(on))))
+        arrive(on)
         assert on.ready("earlier")
-        on.finished("earlier", completed=True)
+        end(on, "earlier")
     assert not on.retention.record_state(key).resident
     found = admit(on, "r", 4, 1, 2, 0, 3)
-    on.pump()
-    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    arrive(on)
     assert on.ready("r") and on.retention.record_state(key).resident
     assert found == [on.namespace.renamed(k) for k in here], "where pinned records are changes no plan"
 
@@ -383,9 +394,8 @@ def test_a_request_planned_before_a_pin_still_runs() -> None:
     pin(on, key)
     on.pump()
     assert fetched(step(on)) == [], "records in use give no room"
-    on.finished("earlier", completed=True)
-    on.pump()
-    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    end(on, "earlier")
+    arrive(on)
     assert on.ready("r") and not on.retention.record_state(key).resident
     on.directory.check_integrity()
 
@@ -401,3 +411,59 @@ def test_reports_add_up() -> None:
     assert counters.store is not None
     assert counters.store.tiers["disk"].read_seconds == [0.1, 0.1] and counters.store.dropped_writes == 2
     assert on.take_counters().store is None
+
+
+class Moment(float):
+    """A time that counts how often it is looked at."""
+
+    looks = 0
+
+    def __lt__(self, other: float) -> bool:
+        Moment.looks += 1
+        return float(self) < other
+
+    def __le__(self, other: float) -> bool:
+        Moment.looks += 1
+        return float(self) <= other
+
+
+def key(i: int) -> SegmentKey:
+    return SegmentKey(f"{i:064x}")
+
+
+def test_a_step_looks_at_the_next_expiry_only() -> None:
+    on = side()
+    for i in range(1000):
+        on.retention.expire_record(key(i), Moment(time.time() + 3600 + i))
+    Moment.looks = 0
+    on.pump()
+    assert Moment.looks <= 1
+
+
+def test_expiries_are_those_of_a_dictionary() -> None:
+    draw, expiries, expected = random.Random(5), Expiries(), {}
+    for now in range(2000):
+        name, at = key(draw.randrange(40)), draw.choice([None, now + draw.randrange(60)])
+        expiries.set(name, None if at is None else float(at))
+        expected[name] = at
+        due = {k for k, end in expected.items() if end is not None and end <= now}
+        assert set(found := expiries.take_due(float(now))) == due and len(found) == len(due)
+        for name in due:
+            expected[name] = None
+
+
+def test_times_that_are_moved_on_and_on_take_no_memory() -> None:
+    expiries = Expiries()
+    for i in range(10_000):
+        expiries.set(key(i % 10), 1e9 + i)
+    assert len(expiries._soonest) < 100
+
+
+def test_what_was_stored_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "STORED_KEPT", 100)
+    on = side()
+    on.retention.stored([key(0)])
+    for i in range(1, 1000):
+        on.retention.stored([key(1), key(i)])
+    stored = [i for i in range(1000) if on.retention.record_state(key(i)).stored]
+    assert stored == [1, *range(901, 1000)]

@@ -1,30 +1,35 @@
-"""The scheduler side and other instances: awaited records, pushed records, what is told of changes."""
+"""The scheduler side and other instances: awaited records and their room, pushed records, what is told."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
 from vllm_hypic.connector.orders import AwaitRecord, DeclineRecord, Order, PushRecord, StopAwaiting
+from vllm_hypic.connector.scheduler.arrivals import PATIENCE_S
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.pool.plans import RecordPlace
+from vllm_hypic.pool.plans import RecordPlace, Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.options import Transfer, transfer_of_request
 from vllm_hypic.primitives.policies import LinkError
 
-from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, fetched, say, side, step
+from .simulation import CLOCKED, PARALLEL, Clock
+from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, compute, end, fetched, say, side, step
 
-PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 ELSEWHERE = "tcp://127.0.0.1:7200"
 
 
 def awaited(orders: list[Order]) -> list[RecordPlace]:
     return [order.place for order in orders if isinstance(order, AwaitRecord)]
+
+
+def awaited_now(on: SchedulerSide) -> list[RecordPlace]:
+    on.pump()
+    return awaited(step(on))
 
 
 def unawaited(orders: list[Order]) -> list[int]:
@@ -61,14 +66,14 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     assert job.token_ids == DOCUMENTS[1]
     (place,) = awaited(step(on))
     assert place.key == first and awaited(step(on)) == [] and on.awaits_records
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert not on.ready("r")
     say(on, taken=(place.serial,))
     assert on.ready("r") and not on.awaits_records and on.pump() == []
     assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
     counters = on.take_counters()
     assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
-    on.finished("r", completed=True)
+    end(on, "r")
     on.directory.check_integrity()
 
 
@@ -86,7 +91,7 @@ def test_nobody_pauses_before_what_came_was_looked_at() -> None:
     assert not on.awaits_records
 
 
-def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_come_is_computed(clock: Clock) -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1], hypic_remote_deadline_s=5)
     assert on.pump() == []
@@ -94,15 +99,13 @@ def test_what_does_not_come_is_computed(monkeypatch: pytest.MonkeyPatch) -> None
     say(on, missed=(one.serial,))  # withdrawn by the router
     (job,) = on.pump()
     assert job.token_ids == DOCUMENTS[0] and unawaited(step(on)) == []
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 6)
+    clock.now += 6
     assert on.pump() == []
     assert unawaited(step(on)) == [two.serial] and unawaited(step(on)) == [], "told once"
     say(on, missed=(two.serial,))
     (other,) = on.pump()
     assert other.token_ids == DOCUMENTS[1] and on.hits("r").total() == 0
-    for job_id in (job.request_id, other.request_id):
-        on.finished(job_id, completed=True)
+    end(on, job.request_id, other.request_id)
     assert on.ready("r") and on.take_counters().segments_unlanded == 2
 
 
@@ -110,8 +113,7 @@ def test_nobody_waits_for_a_request_that_has_gone() -> None:
     on = parallel_side()
     admit(on, "gone", 0, hypic_remote=[0])
     admit(on, "stays", 1, hypic_remote=[0])
-    on.pump()
-    one, two = awaited(step(on))
+    one, two = awaited_now(on)
     on.finished("gone", completed=False)
     on.pump()
     assert unawaited(step(on)) == [one.serial]
@@ -125,8 +127,7 @@ def test_two_requests_await_a_record_once() -> None:
     on = parallel_side()
     admit(on, "a", 0, hypic_remote=[0])
     admit(on, "b", 0, hypic_remote=[0])
-    on.pump()
-    (place,) = awaited(step(on))
+    (place,) = awaited_now(on)
     on.finished("a", completed=False)
     on.pump()
     assert unawaited(step(on)) == [], "the other one still wants it"
@@ -140,7 +141,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     on.hold("w")
     (job,) = on.pump()
     assert not on.over("w") and pushes(step(on)) == []
-    on.finished(job.request_id, completed=True)
+    end(on, job)
     assert not on.over("w")
     (order,) = pushes(step(on))
     assert (order.place.key, order.destination, order.deadline_s) == (key, ELSEWHERE, 7)
@@ -148,7 +149,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     assert on.directory.get(key).pins == 1, "the record stays while it is sent"
     on.absorb(WorkerReport(pushed={order.number: ("",)}))
     assert on.over("w") and on.push_fault("w") is None
-    on.finished("w", completed=True)
+    end(on, "w")
     assert on.take_counters().segments_pushed == 1
     # A resident record goes out again, to whoever asks.
     admit(on, "again", 0, query=False, hypic_push_to=ELSEWHERE)
@@ -164,8 +165,7 @@ def test_a_record_has_gone_out_when_every_rank_has_sent_its_part() -> None:
     on = parallel_side(ranks=2)
     admit(on, "w", 0, query=False, hypic_push_to=ELSEWHERE)
     on.hold("w")
-    (job,) = on.pump()
-    on.finished(job.request_id, completed=True)
+    assert len(compute(on)) == 1
     assert not on.over("w")
     (order,) = pushes(step(on))
     on.absorb(WorkerReport(pushed={order.number: ("",)}))
@@ -179,13 +179,11 @@ def test_a_record_has_gone_out_when_every_rank_has_sent_its_part() -> None:
 def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
     on = parallel_side(ranks=2)
     admit(on, "r", 0, hypic_remote=[0])
-    on.pump()
-    (place,) = awaited(step(on))
+    (place,) = awaited_now(on)
     say(on, missed=(place.serial,))
     assert on.pump() == [] and unawaited(step(on)) == [place.serial]
     say(on, taken=(place.serial,))
-    (job,) = on.pump()
-    assert job.token_ids == DOCUMENTS[0], "it is computed here"
+    assert compute(on) == [DOCUMENTS[0]], "it is computed here"
 
 
 def test_with_a_store_the_others_are_fetched_as_ever() -> None:
@@ -206,8 +204,7 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
 def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     on = side(segment_parallel=PARALLEL)
     (key,) = admit(on, "r", 0, hypic_remote=[0])
-    on.pump()
-    (place,) = awaited(step(on))
+    (place,) = awaited_now(on)
     on.absorb(WorkerReport(at_store={place.serial}))
     assert on.awaits_records
     say(on, taken=(place.serial,))
@@ -238,16 +235,11 @@ def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> Non
     (first,) = admit(on, "a", 0)
     (job,) = on.pump()
     assert on.directory.take_changes() == {first: Lookup.PENDING}
-    on.finished(job.request_id, completed=True)
-    on.finished("a", completed=True)
+    end(on, job, "a")
     assert on.directory.take_changes() == {first: Lookup.HIT} and on.directory.take_changes() == {}
     second, third = admit(on, "b", 1, 2)
     assert len(on.pump()) == 2
-    assert on.directory.take_changes() == {
-        first: Lookup.MISS,
-        second: Lookup.PENDING,
-        third: Lookup.PENDING,
-    }
+    assert on.directory.take_changes() == {first: Lookup.MISS, second: Lookup.PENDING, third: Lookup.PENDING}
 
 
 def test_reports_of_pushes_add_up() -> None:
@@ -264,10 +256,7 @@ def test_reports_of_pushes_add_up() -> None:
     [
         ({"hypic_push_to": "http://x"}, "hypic_push_to='http://x': expected tcp://HOST:PORT"),
         ({"hypic_push_to": 7}, "hypic_push_to=7: expected tcp://HOST:PORT or tier:IDENTITY"),
-        (
-            {"hypic_push_to": "tier:ab"},
-            "'tier:ab': no shared tier of this engine; expected a store",
-        ),
+        ({"hypic_push_to": "tier:ab"}, "'tier:ab': no shared tier of this engine; expected a store"),
         ({"hypic_remote": "a" * 64}, "expected a list"),
         ({"hypic_remote": ["a" * 63]}, "no segment key"),
         ({"hypic_remote": ["a" * 64] * 5000}, "at most 4096"),
@@ -294,8 +283,7 @@ def test_options_need_the_engines_section_and_have_defaults() -> None:
 def test_what_is_here_already_is_declined() -> None:
     on = parallel_side()
     (here,) = admit(on, "a", 0)
-    (job,) = on.pump()
-    on.finished(job.request_id, completed=True)
+    assert len(compute(on)) == 1
     slot = on.directory.get(here).slot
     _, coming = admit(on, "b", 0, 1, hypic_remote=[0, 1])
     on.pump()
@@ -305,3 +293,98 @@ def test_what_is_here_already_is_declined() -> None:
     admit(on, "c", 1, hypic_remote=[0])
     on.pump()
     assert step(on) == [], "it is awaited by another request"
+
+
+def unoffered(orders: list[Order]) -> list[int]:
+    return [o.serial for o in orders if isinstance(o, StopAwaiting) and o.unless_offered]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that stands still unless a test moves it."""
+    clock = Clock("time")
+    for module in CLOCKED:
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_awaited_records_of_several_requests_have_a_share_and_the_rest_is_computed() -> None:
+    """Somebody else finds room at once, however many records are promised and never come."""
+    on = parallel_side(segments=4)
+    (first,) = admit(on, "a", 0, hypic_remote=[0])
+    second, third = admit(on, "b", 1, 2, hypic_remote=[0, 1])
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[2], "half of the pool is awaited already"
+    orders = step(on)
+    assert [place.key for place in awaited(orders)] == [first, second]
+    slot = on.directory.get(third).slot
+    assert [o for o in orders if isinstance(o, DeclineRecord)] == [DeclineRecord(third, slot)]
+    end(on, job)
+    admit(on, "c", 3)
+    assert len(compute(on)) == 1
+    assert on.ready("c") and not on.ready("a")
+    on.directory.check_integrity()
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(0, 1), (0.5, 2), (1, 4)])
+def test_the_share_is_an_option(fraction: float, count: int) -> None:
+    on = side(store=False, segments=4, segment_parallel={**PARALLEL, "max_awaited_fraction": fraction})
+    for document in range(4):
+        admit(on, str(document), document, hypic_remote=[0])
+    assert len(on.pump()) == 4 - count
+    assert len(awaited(step(on))) == count
+
+
+def test_one_request_alone_may_await_all_it_needs() -> None:
+    on = parallel_side(segments=4)
+    keys = admit(on, "a", 0, 1, 2, 3, hypic_remote=[0, 1, 2, 3])
+    assert on.pump() == [] and [place.key for place in awaited(step(on))] == keys
+
+
+def test_room_comes_back_when_its_request_ends() -> None:
+    on = parallel_side(segments=4)
+    admit(on, "a", 0, 1, 2, 3, hypic_remote=[0, 1, 2, 3])
+    on.pump()
+    serials = [place.serial for place in awaited(step(on))]
+    on.finished("a", completed=False)
+    on.pump()
+    assert unawaited(step(on)) == serials
+    say(on, missed=tuple(serials))
+    assert on.pump() == [] and on.directory.used == Space()
+
+
+def test_what_nobody_offers_is_computed_when_others_wait_for_room(clock: Clock) -> None:
+    on = parallel_side(segments=2)
+    admit(on, "a", 0, 1, hypic_remote=[0, 1])
+    one, two = awaited_now(on)
+    clock.now += PATIENCE_S + 1
+    on.pump()
+    assert unawaited(step(on)) == [], "nobody minds"
+    admit(on, "b", 2)
+    on.pump()
+    orders = step(on)
+    assert unoffered(orders) == [one.serial, two.serial] == unawaited(orders)
+    on.pump()
+    assert unawaited(step(on)) == [], "asked once in a while"
+    say(on, missed=(one.serial,))  # the other is on its way
+    assert compute(on) == [DOCUMENTS[0]]
+    clock.now += PATIENCE_S
+    on.pump()
+    assert unoffered(step(on)) == [two.serial]
+    say(on, taken=(two.serial,))
+    assert on.ready("a")
+    end(on, "a")
+    (job,) = on.pump()
+    assert job.token_ids == DOCUMENTS[2], "long before the deadline of 60 s"
+    on.directory.check_integrity()
+
+
+def test_nobody_is_given_up_at_once(clock: Clock) -> None:
+    on = parallel_side(segments=2)
+    admit(on, "a", 0, 1, hypic_remote=[0, 1])
+    admit(on, "b", 2)
+    on.pump()
+    assert [type(o) for o in step(on)] == [AwaitRecord, AwaitRecord]
+    clock.now += PATIENCE_S - 1
+    on.pump()
+    assert step(on) == []

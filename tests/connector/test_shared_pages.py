@@ -22,13 +22,12 @@ FIRST, HALF = Need(4, BLOCKS), Need(8, BLOCKS)
 """Of its checkpoints behind one page, and two."""
 
 
+key = SegmentKey
+
+
 @pytest.fixture
 def books() -> SegmentDirectory:
     return SegmentDirectory(Space(PAGES, SLOTS, 6 * BLOCKS), PAGE_TOKENS, policy=make_policy("lru"))
-
-
-def key(name: str) -> SegmentKey:
-    return SegmentKey(name)
 
 
 def reserve(books: SegmentDirectory, name: str, need: Need = LONG) -> Entry:
@@ -89,18 +88,18 @@ def test_a_checkpoint_takes_a_slot_and_no_page(books: SegmentDirectory) -> None:
     assert books.checkpoint(half.key, record, HALF) is None, "there is one"
 
 
-def test_of_a_record_that_was_deleted_no_checkpoint_is_made(books: SegmentDirectory) -> None:
-    record = reserve(books, "a")
-    books.discard(record.key)
-    assert books.checkpoint(key("a/8"), record, HALF) is None
-
-
-def test_a_checkpoint_that_is_not_complete_is_not_resumed(books: SegmentDirectory) -> None:
+def test_a_checkpoint_is_resumed_once_it_is_complete_and_of_a_deleted_record_none_is_made(
+    books: SegmentDirectory,
+) -> None:
     record = reserve(books, "a")
     made = books.checkpoint(key("a/8"), record, HALF)
     assert made is not None and books.checkpoint_at(made.key) is None
+    assert books.held_by("") == Space(4, 2, 2 * BLOCKS), "a tenant holds no checkpoints: pages are a record's"
+    books.check_integrity()
     books.commit(made)
     assert books.checkpoint_at(made.key) is made
+    books.discard(record.key)
+    assert books.checkpoint(key("a/4"), record, FIRST) is None
 
 
 def test_a_resumed_record_gives_its_own_pages_back(books: SegmentDirectory) -> None:
@@ -147,14 +146,13 @@ def test_who_gives_nothing_that_is_short_stays(books: SegmentDirectory) -> None:
     assert books._victims(Space(slots=SLOTS - 1), ()) == [half]
 
 
-@pytest.mark.parametrize("first", ["record", "checkpoint"])
-def test_pages_are_free_when_the_last_leaves(books: SegmentDirectory, first: str) -> None:
-    record, half = made_with_checkpoint(books)
-    one, other = (record, half) if first == "record" else (half, record)
-    books.discard(one.key)
-    assert books.used.pages == len(other.pages)
+@pytest.mark.parametrize("first", [0, 1])
+def test_pages_are_free_when_the_last_leaves(books: SegmentDirectory, first: int) -> None:
+    both = made_with_checkpoint(books)
+    books.discard(both[first].key)
+    assert books.used.pages == len(both[1 - first].pages)
     books.check_integrity()
-    books.discard(other.key)
+    books.discard(both[1 - first].key)
     assert books.used == Space()
     books.check_integrity()
 
@@ -198,14 +196,13 @@ def test_deleting_a_record_deletes_its_checkpoints(books: SegmentDirectory) -> N
     books.discard_parts(other.key)
     assert books.lookup(half.key) is Lookup.MISS and books.lookup(record.key) is Lookup.HIT
     books.check_integrity()
-
-
-def test_deleting_a_record_that_was_evicted_deletes_its_checkpoints(books: SegmentDirectory) -> None:
+    # Of a record that was evicted, too.
+    books.discard(record.key)
     record, half = made_with_checkpoint(books)
     books.discard(record.key)
     assert books.checkpoint_at(half.key) is half
     books.discard_parts(record.key)
-    assert books.used == Space()
+    assert books.used == other.space
 
 
 def test_a_deleted_checkpoint_stays_for_who_reads_it(books: SegmentDirectory) -> None:
@@ -218,14 +215,6 @@ def test_a_deleted_checkpoint_stays_for_who_reads_it(books: SegmentDirectory) ->
     books.release([half])
     assert books.of_serial(half.serial) is None
     end(books, other)
-
-
-def test_a_tenant_holds_no_checkpoints(books: SegmentDirectory) -> None:
-    """Their pages are a record's, and they are held only while that is made."""
-    record = reserve(books, "a")
-    assert books.checkpoint(key("a/8"), record, HALF) is not None
-    assert books.held_by("") == Space(4, 2, 2 * BLOCKS)
-    books.check_integrity()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
@@ -274,34 +263,40 @@ def users_miscounted(books: SegmentDirectory, record: Entry) -> None:
     books._pages._users[record.pages[0]] += 1
 
 
-def used_and_free(books: SegmentDirectory, record: Entry) -> None:
-    books._pages._free.append(record.pages[0])
+def transition_block_lost(books: SegmentDirectory, record: Entry) -> None:
+    books.free_transition_blocks -= 1
 
 
-def page_lost(books: SegmentDirectory, record: Entry) -> None:
-    books._pages._free.pop()
+def negative_pins(books: SegmentDirectory, record: Entry) -> None:
+    record.pins = -1
 
 
 def spare_kept(books: SegmentDirectory, record: Entry) -> None:
-    other = reserve(books, "b")
-    other.resident = True
+    reserve(books, "b").resident = True
 
 
 def spare_slot_free(books: SegmentDirectory, record: Entry) -> None:
-    other = reserve(books, "b")
-    assert other.spare is not None
-    books.slots._free.append(other.spare.slot)
+    spare = reserve(books, "b").spare
+    assert spare is not None
+    books.slots._free.append(spare.slot)
 
 
-DAMAGE = [users_miscounted, used_and_free, page_lost, spare_kept, spare_slot_free]
+DAMAGE: dict[str, Callable[[SegmentDirectory, Entry], object]] = {
+    "users miscounted": users_miscounted,
+    "page used and free": lambda books, record: books._pages._free.append(record.pages[0]),
+    "page lost": lambda books, record: books._pages._free.pop(),
+    "slot lost": lambda books, record: books.slots._free.pop(),
+    "transition block lost": transition_block_lost,
+    "negative pins": negative_pins,
+    "spare kept": spare_kept,
+    "spare slot free": spare_slot_free,
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_integrity_check_finds_planted_damage(
-    books: SegmentDirectory, damage: Callable[[SegmentDirectory, Entry], None]
-) -> None:
+def test_integrity_check_finds_planted_damage(books: SegmentDirectory, damage: str) -> None:
     record, _ = made_with_checkpoint(books)
-    damage(books, record)
+    DAMAGE[damage](books, record)
     with pytest.raises(RuntimeError, match="public pool"):
         books.check_integrity()
 

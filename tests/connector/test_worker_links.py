@@ -102,24 +102,17 @@ def worker() -> Worker:
 
 @cache
 def place(serial: int) -> RecordPlace:
-    return RecordPlace(
-        serial, SegmentKey(f"{serial:064x}"), serial, np.zeros(0, dtype=np.int64), True, 1, 1.0
-    )
+    slots = np.zeros(0, dtype=np.int64)
+    return RecordPlace(serial, SegmentKey(f"{serial:064x}"), serial, slots, True, 1, 1.0)
 
 
 def test_orders_are_given_in_their_order_after_what_was_dropped(worker: Worker) -> None:
     orders = [FetchRecord(place(1)), ClearCaches(), AwaitRecord(place(2)), DeclineRecord(place(3).key, 3)]
     assert worker.step(*orders, dropped=[0]) is None
     assert worker.log == [
-        "others drops [0]",
-        "store drops [0]",
-        "store takes FetchRecord",
-        "others takes ClearCaches",
-        "store takes ClearCaches",
-        "others takes AwaitRecord",
-        "others takes DeclineRecord",
-        "others advances",
-        "store advances",
+        *("others drops [0]", "store drops [0]", "store takes FetchRecord", "others takes ClearCaches"),
+        *("store takes ClearCaches", "others takes AwaitRecord", "others takes DeclineRecord"),
+        *("others advances", "store advances"),
     ]
 
 
@@ -131,12 +124,8 @@ def test_the_same_metadata_twice_is_one_step(worker: Worker) -> None:
 
 
 def test_outcomes_become_the_report_once(worker: Worker) -> None:
-    fetch, lost = FetchRecord(place(1)), FetchRecord(place(2))
-    push, failed, save = (
-        PushRecord(7, place(3), "tcp://there", 1.0),
-        PushRecord(8, place(3), "tcp://there", 1.0),
-        SaveRecord(place(3)),
-    )
+    fetch, lost, save = FetchRecord(place(1)), FetchRecord(place(2)), SaveRecord(place(3))
+    push, failed = (PushRecord(number, place(3), "tcp://there", 1.0) for number in (7, 8))
     assert worker.step(fetch, lost, push, failed, save) is None
     worker.store.end(fetch, Result.DONE, route="disk", transition_blocks=2)
     worker.store.end(lost, Result.FAILED, "no tier has it")
@@ -186,23 +175,19 @@ def test_without_a_store_what_is_in_a_shared_tier_is_missed() -> None:
     assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1, instead=frozenset())})
 
 
-def captured(worker: Worker, serial: int) -> None:
-    """A pass that completes a record, which is to be saved."""
-    assert worker.side.runtime is not None
-    plan = CapturePlan(0, 4, serial, np.arange(4), None, True, serial, place(serial))
-    worker.side.runtime.step = StepContext([], [capture_row("r", BatchRow(0, 0, 4, 0, 4), plan)], CPU)
+PLAN = CapturePlan(0, 4, 1, np.arange(4), None, True, 1, place(1))
 
 
 def test_captured_records_are_saved(worker: Worker) -> None:
-    captured(worker, 1)
+    assert worker.side.runtime is not None
+    worker.side.runtime.step = StepContext([], [capture_row("r", BatchRow(0, 0, 4, 0, 4), PLAN)], CPU)
     worker.step()
     assert worker.store.orders == [SaveRecord(place(1))]
 
 
 @pytest.mark.parametrize("cleared", [False, True])
 def test_what_is_captured_while_the_caches_are_emptied_is_not_saved(worker: Worker, cleared: bool) -> None:
-    plan = CapturePlan(0, 4, 1, np.arange(4), None, True, 1, place(1))
-    worker.side.absorb(HypicMetadata(captures={"r": (plan,)}))
+    worker.side.absorb(HypicMetadata(captures={"r": (PLAN,)}))
     metadata = HypicMetadata(orders=[ClearCaches()] if cleared else [])
     worker.side.begin_step(metadata, ["r"], np.array([0]), np.array([4]))
     worker.side.end_step()

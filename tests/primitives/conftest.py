@@ -37,12 +37,9 @@ def _byte_level(pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", *CHAT_TOKENS]
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|endoftext|>", *CHAT_TOKENS],
-        initial_alphabet=alphabet,
-        show_progress=False,
+        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
@@ -100,9 +97,8 @@ def llama_legacy(eos: bool = False) -> Tokenizer:
 
 
 def llama_metaspace(prepend_scheme: str, **specials: bool) -> Tokenizer:
-    return _sentencepiece(
-        None, pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False), **specials
-    )
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    return _sentencepiece(None, metaspace, **specials)
 
 
 def llama3() -> Tokenizer:
@@ -131,43 +127,29 @@ def bert() -> Tokenizer:
     return tokenizer
 
 
+END = {"eos_token": "<|endoftext|>"}
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
 KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, str]]] = {
-    "gpt2": (lambda: gpt2(False), {"eos_token": "<|endoftext|>"}),
-    "gpt2-prefix-space": (lambda: gpt2(True), {"eos_token": "<|endoftext|>"}),
-    "qwen": (qwen, {"eos_token": "<|endoftext|>"}),
-    "llama3": (llama3, {"bos_token": "<s>", "eos_token": "<|endoftext|>"}),
-    "llama-legacy": (llama_legacy, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}),
-    "llama-legacy-eos": (
-        lambda: llama_legacy(eos=True),
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
-    "metaspace-first": (
-        lambda: llama_metaspace("first"),
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
-    "metaspace-always": (
-        lambda: llama_metaspace("always"),
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
-    "metaspace-never": (
-        lambda: llama_metaspace("never"),
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    ),
+    "gpt2": (lambda: gpt2(False), END),
+    "gpt2-prefix-space": (lambda: gpt2(True), END),
+    "qwen": (qwen, END),
+    "llama3": (llama3, {"bos_token": "<s>", **END}),
+    "llama-legacy": (llama_legacy, LLAMA),
+    "llama-legacy-eos": (lambda: llama_legacy(eos=True), LLAMA),
+    "metaspace-first": (lambda: llama_metaspace("first"), LLAMA),
+    "metaspace-always": (lambda: llama_metaspace("always"), LLAMA),
+    "metaspace-never": (lambda: llama_metaspace("never"), LLAMA),
     "t5": (
         lambda: llama_metaspace("always", bos=False, eos=True),
         {"eos_token": "</s>", "unk_token": "<unk>"},
     ),
-    "bert": (bert, {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}),
+    "bert": (bert, BERT),
 }
 MODEL_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 64},
+    **{"intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1},
     "max_position_embeddings": 512,
-    "vocab_size": 1024,
 }
 LOSSLESS = ("gpt2", "llama3")
 """Kinds whose ``decode(encode(text))`` is ``text`` for any text (the others normalise or drop a space)."""

@@ -12,12 +12,11 @@ import pytest
 from vllm_hypic.primitives.checkpoints import LEAST_TOKENS, boundaries, may_have_checkpoints
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.media import Medium
-from vllm_hypic.primitives.pieces import parse_prompt
-from vllm_hypic.primitives.plan import CachedSegment, PromptPlan, build_plan
+from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.prefix import build_prefix_plan
 
-from .test_plan import IDS, PAD, ROOM, SEP, SPACE, TEXT, run
+from .test_plan import PAD, ROOM, SEP, SPACE, plan_of, run
 
 EVERY = 32
 DOCUMENT = run(100, 150)
@@ -26,26 +25,9 @@ KNOWN = "f36f0966c53ce8744bd6a6bb91aa5600cdaf513c6d8e0f09469cb5abd31326df"
 """Key of its record, as interior segment, of engines that know no checkpoints."""
 
 
-def plan(tokens: list[int], **changed: Any) -> PromptPlan:
-    options: dict[str, Any] = {
-        "link": "hypic",
-        "seam": 2,
-        "context": "none",
-        "namespace": SPACE,
-        "every": EVERY,
-        "reads_successors": False,
-    }
-    options |= changed
-    return build_plan(
-        parse_prompt(tokens, IDS),
-        parse_link(options["link"], options["seam"], options["context"], "none"),
-        options["namespace"],
-        dataclasses.replace(ROOM, max_request_tokens=1 << 30, pages=1 << 30),
-        min_segment_tokens=1,
-        context=TEXT,
-        checkpoint_tokens=options["every"],
-        reads_successors=options["reads_successors"],
-    )
+def plan(tokens: list[int], *, every: int = EVERY, **changed: Any) -> PromptPlan:
+    limits = dataclasses.replace(ROOM, max_request_tokens=1 << 30, pages=1 << 30)
+    return plan_of(tokens, limits=limits, checkpoint_tokens=every, **changed)
 
 
 def interior(document: list[int], **changed: Any) -> CachedSegment:
@@ -89,16 +71,19 @@ def test_segments_with_and_without_seams() -> None:
     assert not interior(DOCUMENT[:40]).has_spare
 
 
+@pytest.mark.parametrize("reads_successors", [False, True])
 @pytest.mark.parametrize("make", [interior, leading])
-def test_equal_beginnings_have_equal_keys_until_they_part(make: Any) -> None:
-    wanted = keys(make(DOCUMENT))
-    assert len({*wanted, make(DOCUMENT).key}) == len(wanted) + 1
-    assert keys(make([*DOCUMENT, *run(300, 80)]))[: len(wanted)] == wanted
+def test_equal_beginnings_have_equal_keys_until_they_part(make: Any, reads_successors: bool) -> None:
+    """With a head that drafts: until the token behind a checkpoint, which it has read, is another."""
+    read = {"reads_successors": reads_successors}
+    wanted = keys(make(DOCUMENT, **read))
+    assert len({*wanted, make(DOCUMENT, **read).key}) == len(wanted) + 1
+    assert keys(make([*DOCUMENT, *run(300, 80)], **read))[: len(wanted)] == wanted
+    assert reads_successors is not bool(set(wanted) & set(keys(make(DOCUMENT))))
     for edited in range(len(DOCUMENT)):
-        changed = [*DOCUMENT[:edited], 77, *DOCUMENT[edited + 1 :]]
-        found = make(changed)
+        found = make([*DOCUMENT[:edited], 77, *DOCUMENT[edited + 1 :]], **read)
         same = [k == w for k, w in zip(keys(found), wanted, strict=True)]
-        assert same == [stop <= edited for stop in stops(found)]
+        assert same == [stop + reads_successors <= edited for stop in stops(found)]
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -161,18 +146,6 @@ def test_long_segments_are_planned_soon() -> None:
     start = time.process_time()
     found = interior(document, every=64)
     assert len(found.checkpoints) > 7000 and time.process_time() - start < 5.0
-
-
-@pytest.mark.parametrize("make", [interior, leading])
-def test_what_has_read_the_token_behind_a_checkpoint_has_another_key(make: Any) -> None:
-    """With a head that drafts: until the token behind is another, and not the next one."""
-    read = {"reads_successors": True}
-    wanted = keys(make(DOCUMENT, **read))
-    assert not set(wanted) & set(keys(make(DOCUMENT)))
-    for edited in range(len(DOCUMENT)):
-        found = make([*DOCUMENT[:edited], 77, *DOCUMENT[edited + 1 :]], **read)
-        same = [k == w for k, w in zip(keys(found), wanted, strict=True)]
-        assert same == [stop < edited for stop in stops(found)]
 
 
 def test_a_page_of_a_prefix_tells_the_token_behind_it() -> None:

@@ -9,13 +9,11 @@ from hypothesis import strategies as st
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.media import Media, Medium, outside, rotary
 from vllm_hypic.primitives.pieces import PromptError, cut_prompt, parse_prompt, require_apart
-from vllm_hypic.primitives.plan import PoolLimits, PromptPlan, build_plan
+from vllm_hypic.primitives.plan import PromptPlan, build_plan
 from vllm_hypic.primitives.policies import parse_link
-from vllm_hypic.primitives.tokens import PrimitiveIds
 
-IDS = PrimitiveIds(sep=1000, pdep=1001, pad=1002)
-SEP, PDEP, PAD = IDS
-ROOM = PoolLimits(pages=1000, slots=100, page_tokens=16, max_request_tokens=4096)
+from .test_plan import IDS, PAD, PDEP, ROOM, SEP
+
 IMAGE, TEXT, QUERY = [7] * 12, list(range(100, 120)), list(range(200, 206))
 GRID = {"offsets": (0,) * 12, "span": 4}
 """Three by four tokens, and the positions that they take."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,9 +37,11 @@ def plan_of(
     islands: str = "none",
     text: tuple[int, ...] = TEXT,
     reads_successors: bool = False,
+    checkpoint_tokens: int = 0,
+    media: Sequence[Medium] = (),
 ) -> PromptPlan:
     return build_plan(
-        parse_prompt(tokens, IDS),
+        parse_prompt(tokens, IDS, tuple(media)),
         parse_link(link, seam, context, islands),
         namespace,
         limits,
@@ -46,6 +49,7 @@ def plan_of(
         context=text,
         choose_islands=asked_for,
         reads_successors=reads_successors,
+        checkpoint_tokens=checkpoint_tokens,
     )
 
 
@@ -89,19 +93,36 @@ def test_stream_of_two_documents_and_a_query() -> None:
     )
     assert one.public_offsets() == [2, 3, 4, 5]
     assert plan.n_logical == 23 and [s.columns for s in plan.segments] == [5, 4, 3]
-    assert plan.positions[10] == 22 and len(plan.positions) == 11
     assert not plan.warm_only and plan.salt is not None
 
 
-def test_prompt_without_separators_is_exact_and_has_the_ordinary_salt() -> None:
-    plan = plan_of(run(0, 9))
-    assert plan.stream == tuple(run(0, 9)) and not plan.segments and plan.salt is None and not plan.warm_only
+def tokens_of(text: str) -> list[int]:
+    """A token a letter; ``|`` is a separator, ``+`` a PDep and ``_`` padding."""
+    return [{"|": SEP, "+": PDEP, "_": PAD}.get(letter, ord(letter)) for letter in text]
 
 
-def test_first_piece_empty_makes_every_segment_interior() -> None:
-    plan = plan_of([SEP, *run(0, 6), SEP, 9])
-    (segment,) = plan.segments
-    assert segment.role is Role.INTERIOR and plan.stream == (0, 1, 4, 5, 9)
+@pytest.mark.parametrize(
+    ("prompt", "options", "stream", "positions", "segments"),
+    [
+        ("abcdefghi", {}, "abcdefghi", range(9), []),
+        ("|abcdef|q", {}, "abefq", [0, 1, 4, 5, 6], ["abcdef"]),
+        ("|abcdefgh+ij+k|q", {}, "abghijkq", [0, 1, *range(6, 12)], ["abcdefgh"]),
+        ("|abc__def|_q", {}, "abefq", [0, 1, 6, 7, 9], ["abcdef"]),
+        ("_abcdefgh|q", {}, "abcdefghq", range(1, 10), []),
+        ("|abcde|ABCDEF|q", {"min_segment_tokens": 2}, "abcdeABEFq", [*range(7), 9, 10, 11], ["ABCDEF"]),
+        ("abcde|fghij|q", {"link": "full"}, "abcdefghijq", range(11), []),
+    ],
+)
+def test_streams_and_segments(
+    prompt: str, options: dict[str, Any], stream: str, positions: Sequence[int], segments: list[str]
+) -> None:
+    plan = plan_of(tokens_of(prompt), **options)
+    assert (list(plan.stream), plan.positions) == (tokens_of(stream), tuple(positions))
+    assert [list(s.tokens) for s in plan.segments] == [tokens_of(segment) for segment in segments]
+    assert all(s.role is Role.INTERIOR for s in plan.segments) and not plan.warm_only
+    assert (plan.salt is None) == (list(positions) == [*range(len(stream))] and not segments), (
+        "an ordinary prompt's"
+    )
 
 
 def test_same_document_twice_is_one_record_at_two_places() -> None:
@@ -122,20 +143,12 @@ def test_nothing_but_primitives_is_an_error(tokens: list[int]) -> None:
         plan_of(tokens)
 
 
-def test_dependent_tokens_follow_their_segment_into_the_stream() -> None:
-    plan = plan_of([SEP, *run(0, 8), PDEP, 50, 51, PDEP, 52, SEP, 60])
-    (segment,) = plan.segments
-    assert segment.tokens == tuple(run(0, 8))
-    assert plan.stream == (0, 1, 6, 7, 50, 51, 52, 60)
-    assert plan.positions == (0, 1, 6, 7, 8, 9, 10, 11)
-
-
 def test_padding_occupies_positions_and_nothing_else() -> None:
-    plan = plan_of([SEP, 0, 1, 2, PAD, PAD, 3, 4, 5, SEP, PAD, 9])
+    plan = plan_of(tokens_of("|abc__def|_q"))
     (segment,) = plan.segments
     assert segment.offsets == (0, 1, 2, 5, 6, 7) and segment.public_offsets() == [2, 5]
-    assert plan.positions == (0, 1, 6, 7, 9) and plan.n_logical == 10
-    without = plan_of([SEP, 0, 1, 2, 3, 4, 5, SEP, 9])
+    assert plan.n_logical == 10
+    without = plan_of(tokens_of("|abcdef|q"))
     assert without.segments[0].key != segment.key, "padding inside changes the record"
 
 
@@ -146,28 +159,10 @@ def test_padding_before_a_segment_moves_it_but_not_its_record() -> None:
     assert here.salt != there.salt, "the stream stands elsewhere"
 
 
-def test_padding_before_the_leading_segment_puts_it_into_the_stream() -> None:
-    plan = plan_of([PAD, *run(0, 8), SEP, 9])
-    assert not plan.segments and plan.stream == (*run(0, 8), 9)
-    assert plan.salt is not None, "its positions are not those of an ordinary prompt"
-
-
-def test_short_segments_are_computed_in_the_stream() -> None:
-    tokens = [SEP, *run(0, 11), SEP, *run(20, 12), SEP, 9]
-    plan = plan_of(tokens, min_segment_tokens=8)
-    (segment,) = plan.segments
-    assert segment.tokens == tuple(run(20, 12)) and plan.stream[:11] == tuple(run(0, 11))
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        dataclasses.replace(ROOM, pages=2),
-        dataclasses.replace(ROOM, slots=2),
-    ],
-)
-def test_what_does_not_fit_the_pool_is_computed_in_the_stream(limits: PoolLimits) -> None:
+@pytest.mark.parametrize("limit", ["pages", "slots"])
+def test_what_does_not_fit_the_pool_is_computed_in_the_stream(limit: str) -> None:
     """Greedy from the left; the same record again takes nothing."""
+    limits = dataclasses.replace(ROOM, **{limit: 2})
     a, b, c = run(0, 20), run(100, 20), run(200, 20)
     plan = plan_of([SEP, *a, SEP, *b, SEP, *a, SEP, *c, SEP, 9], limits=limits)
     assert [s.tokens[0] for s in plan.segments] == [0, 100, 0]
@@ -224,17 +219,10 @@ def test_an_anchor_is_the_beginning_of_the_prompts_leading_segment() -> None:
 
 
 def test_prompt_cache_binds_records_to_their_positions() -> None:
-    def key(tokens: list[int], link: str) -> str:
-        return plan_of(tokens, link).segments[-1].key
-
     early, late = [SEP, *run(0, 10), SEP, 99], [SEP, *run(50, 10), SEP, *run(0, 10), SEP, 99]
-    assert key(early, "block") == key(late, "block")
-    assert key(early, "prompt-cache") != key(late, "prompt-cache")
-
-
-def test_full_reuses_nothing_and_shares_the_ordinary_prefix_cache() -> None:
-    plan = plan_of([*run(0, 10), SEP, *run(20, 10), SEP, 99], "full")
-    assert not plan.segments and plan.salt is None and plan.positions == tuple(range(21))
+    for link, same in (("block", True), ("prompt-cache", False)):
+        one, other = (plan_of(tokens, link).segments[-1].key for tokens in (early, late))
+        assert (one == other) is same
 
 
 class TestSalt:
@@ -335,13 +323,16 @@ DOCUMENT, OTHER = run(100, 20), run(200, 20)
 
 
 def test_an_island_is_computed_between_the_parts_that_are_read() -> None:
-    plan = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 110, 111, 7], seam=2, islands="query-50")
+    prompt = [*run(0, 5), SEP, *DOCUMENT, SEP, 110, 111, 7]
+    plan, without = plan_of(prompt, islands="query-50"), plan_of(prompt)
     lead, segment = plan.segments
     assert [(p.at, p.first, p.stop) for p in segment.parts] == [(2, 2, 10), (4, 12, 18)]
     assert plan.stream == (100, 101, 110, 111, 118, 119, 110, 111, 7)
     assert plan.positions == (5, 6, 15, 16, 23, 24, 25, 26, 27)
     assert (segment.columns, segment.reused, segment.compose_at) == (16, 14, 4)
     assert lead.parts[0].stop == 5, "the leading segment is exact: it has no islands"
+    assert [s.key for s in plan.segments] == [s.key for s in without.segments]
+    assert plan.salt != without.salt, "the stream's own K and V differ"
 
 
 def test_a_leading_segments_last_token_is_computed_where_its_successor_is_read() -> None:
@@ -357,15 +348,13 @@ def test_a_leading_segments_last_token_is_computed_where_its_successor_is_read()
 
 
 def test_a_leading_segments_end_is_no_part_of_its_least_length() -> None:
-    lead = run(0, 5)
-    plan = plan_of([*lead, SEP, 7], reads_successors=True, min_segment_tokens=4)
+    prompt = [*run(0, 5), SEP, 7]
+    plan = plan_of(prompt, reads_successors=True, min_segment_tokens=4)
     assert plan.segments and plan.stream == (4, 7)
-    assert not plan_of([*lead, SEP, 7], reads_successors=True, min_segment_tokens=5).segments
-    assert plan_of([*lead, SEP, 7], min_segment_tokens=5).segments
+    assert not plan_of(prompt, reads_successors=True, min_segment_tokens=5).segments
+    assert plan_of(prompt, min_segment_tokens=5).segments
     assert not plan_of([0, SEP, 7], reads_successors=True).segments
-
-
-def test_what_depends_on_the_prompt_and_padding_stand_behind_a_leading_segments_last_token() -> None:
+    # What depends on the prompt, and padding, stand behind the last token.
     plan = plan_of([*run(0, 4), PAD, 5, PDEP, 50, SEP, 7], reads_successors=True)
     (lead,) = plan.segments
     assert plan.stream == (5, 50, 7) and plan.positions == (5, 6, 7)
@@ -374,10 +363,8 @@ def test_what_depends_on_the_prompt_and_padding_stand_behind_a_leading_segments_
 
 def test_a_leading_segment_that_ends_in_an_image_is_served_as_a_whole() -> None:
     def lead(stop: int) -> CachedSegment:
-        prompt = parse_prompt([*run(0, 9), SEP, 7], IDS, (Medium(4, stop, "a"),))
-        method = parse_link("hypic", 2, "none", "none")
-        plan = build_plan(prompt, method, SPACE, ROOM, min_segment_tokens=1, reads_successors=True)
-        return plan.segments[0]
+        media = [Medium(4, stop, "a")]
+        return plan_of([*run(0, 9), SEP, 7], media=media, reads_successors=True).segments[0]
 
     assert (lead(8).columns, lead(9).columns) == (8, 9)
 
@@ -390,13 +377,6 @@ def test_segments_behind_the_leading_one_see_its_last_token() -> None:
     assert segment.context == context and context.columns == segment.before == 5 and lead.columns == 4
     assert segment.key == plan_of(prompt, context="lead").segments[1].key
     assert plan.records == (context, lead, segment)
-
-
-def test_islands_change_what_is_computed_and_no_record() -> None:
-    prompt = [*run(0, 5), SEP, *DOCUMENT, SEP, 110, 111, 7]
-    with_islands, without = plan_of(prompt, islands="query-50"), plan_of(prompt)
-    assert [s.key for s in with_islands.segments] == [s.key for s in without.segments]
-    assert with_islands.salt != without.salt, "the stream's own K and V differ"
 
 
 def test_an_island_at_an_interiors_end_leaves_an_empty_last_part() -> None:
@@ -471,16 +451,12 @@ def test_parsing_keeps_every_token_in_order(tokens: list[int]) -> None:
     assert parsed.n_logical == len(tokens) - tokens.count(SEP) - tokens.count(PDEP)
 
 
-def test_plans_are_frozen() -> None:
-    plan = plan_of([SEP, *run(0, 9), SEP, 99])
+def test_plans_are_frozen_and_a_function_of_their_arguments() -> None:
+    tokens = [*run(0, 9), SEP, *run(20, 9), SEP, 99]
+    plan = plan_of(tokens)
+    assert plan_of(tokens) == plan and isinstance(plan.method, LinkMethod)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.n_logical = 3  # type: ignore[misc]
-
-
-def test_planning_is_a_function_of_its_arguments() -> None:
-    tokens = [*run(0, 9), SEP, *run(20, 9), SEP, 99]
-    assert plan_of(tokens) == plan_of(tokens)
-    assert isinstance(plan_of(tokens).method, LinkMethod)
 
 
 @pytest.mark.parametrize("link", ["hypic", "epic-0", "full"])

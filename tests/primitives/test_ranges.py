@@ -1,15 +1,18 @@
-"""Segments that a request gives as ranges of its tokens."""
+"""Ranges of a prompt's tokens that a request gives as segments, and rows of likelihoods."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllm_hypic.primitives.options import segment_mode_of_request, spans_of_request
-from vllm_hypic.primitives.pieces import cut_prompt
+from vllm_hypic.primitives.pieces import PromptError, cut_prompt
 from vllm_hypic.primitives.plan import build_plan
 from vllm_hypic.primitives.policies import LinkError, parse_link
+from vllm_hypic.primitives.prompt_rows import prompt_rows
 
-from .test_plan import PDEP, ROOM, SEP, SPACE, plan_of
+from .test_plan import IDS, PAD, PDEP, ROOM, SEP, SPACE, plan_of
 
 
 def test_ranges_of_tokens_are_segments_as_between_separators() -> None:
@@ -62,3 +65,24 @@ def test_ranges_and_modes_of_a_request() -> None:
     assert segment_mode_of_request(None, "text") == "text"
     with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, structure, text, cdc"):
         segment_mode_of_request({"hypic_segment": "yes"}, "off")
+
+
+@given(
+    st.lists(st.integers(0, 99) | st.sampled_from([SEP, PDEP, PAD]), min_size=1, max_size=80),
+    st.sampled_from(["full", "seam-2-2", "seam-0-3", "block", "prompt-cache"]),
+)
+def test_a_target_stands_right_behind_the_token_of_its_row(ids: list[int], link: str) -> None:
+    try:
+        plan = plan_of(ids, link, 4, min_segment_tokens=4)
+    except PromptError:
+        return
+    found = prompt_rows(ids, plan, IDS)
+    assert found.tokens == tuple(ids) and list(found.targets) == sorted(set(found.targets))
+    for row, target in zip(found.rows, found.targets, strict=True):
+        assert ids[target] == plan.stream[row + 1]
+        before = [token for token in ids[:target] if token not in (SEP, PDEP)]
+        assert before[-1] == plan.stream[row]
+    if link == "full":
+        own = [i for i, token in enumerate(ids) if token not in (SEP, PDEP, PAD)]
+        behind_padding = [i for i in own if [t for t in ids[:i] if t not in (SEP, PDEP)][-1:] == [PAD]]
+        assert list(found.targets) == [i for i in own[1:] if i not in behind_padding]

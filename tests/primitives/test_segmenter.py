@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from vllm_hypic.config.segmenting import SegmentingConfig
 from vllm_hypic.primitives.chunks import local_minima
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.messages import messages_of
@@ -21,15 +22,7 @@ from vllm_hypic.primitives.token_texts import TokenTexts
 
 from .conftest import CHAT_TEMPLATE, CHAT_TOKENS
 
-USED = [
-    "gpt2",
-    "gpt2-prefix-space",
-    "qwen",
-    "llama3",
-    "llama-legacy",
-    "metaspace-first",
-    "metaspace-never",
-]
+USED = ["gpt2", "gpt2-prefix-space", "qwen", "llama3", "llama-legacy", "metaspace-first", "metaspace-never"]
 WORDS = "fox dog lazy quick document capital river France Paris Seine brown question 12345 naïve".split()  # noqa: SIM905
 
 
@@ -87,12 +80,11 @@ def test_documents_have_the_same_segments_in_every_order(chat: Chat, ends: str) 
 
 def test_what_is_asked_is_in_no_segment(chat: Chat) -> None:
     text = "\n\n".join(prose(i, 60) for i in range(3))
-    last = chat.ids(("user", text))
-    spans = chat.segmenter.find(last, "text").spans
-    answer = len(chat.ids(("user", text))) - spans[-1][1]
-    assert answer >= 16, "the last message may end in the question"
+    ids = chat.ids(("user", text))
+    assert len(ids) - chat.segmenter.find(ids, "text").spans[-1][1] >= 16, "it may end in the question"
 
 
+ORDERS = ([0, 1, 2, 3], [2, 0, 3, 1])
 NO_QUESTION = ["", ".", "\n", " 東", "</doc>", "\n\n<document>\nIt is.\n</document>\n"]
 """Ends of prompts."""
 
@@ -127,13 +119,20 @@ def test_a_system_message_leads(chat: Chat) -> None:
     assert before.rstrip().endswith("user") and system[1] in before
 
 
-def test_documents_in_a_system_message_are_segments_behind_its_first_paragraph(chat: Chat) -> None:
-    documents = [prose(i, 60) for i in range(3)]
-    found = []
-    for order in ([0, 1, 2], [2, 0, 1]):
-        context = "\n\n".join(["Answer from this context:", *(documents[i] for i in order)])
-        found.append(set(chat.segments(chat.ids(("system", context), ("user", "Why?")))))
-    assert len(found[0]) == 3 and found[0] == found[1]
+def in_system(documents: list[str]) -> list[tuple[str, str]]:
+    return [("system", "\n\n".join(["Answer from this context:", *documents])), ("user", "Why?")]
+
+
+def in_tags(documents: list[str]) -> list[tuple[str, str]]:
+    found = [f'<document index="{n}">\n{d}\n</document>' for n, d in enumerate(documents)]
+    return [("user", "\n".join([*found, "Why?"]))]
+
+
+@pytest.mark.parametrize("form", [in_system, in_tags])
+def test_documents_behind_a_first_paragraph_or_in_tags_are_segments(chat: Chat, form) -> None:
+    documents = [prose(i, 60) for i in range(4)]
+    found = [set(chat.segments(chat.ids(*form([documents[i] for i in order])))) for order in ORDERS]
+    assert len(found[0]) == 4 and found[0] == found[1]
 
 
 def test_the_turns_of_a_chat_stay_what_they_are(chat: Chat) -> None:
@@ -151,15 +150,6 @@ def test_an_answer_that_the_template_begins_does_not_hide_the_question(chat: Cha
     stop = chat.segmenter.find(ids, "text").spans[-1][1]
     assert "capital?" in "".join(chat.texts(ids[stop:]))
     assert "capital?" not in "".join(chat.texts(ids[:stop]))
-
-
-def test_tags_around_documents_are_in_no_segment(chat: Chat) -> None:
-    documents = [prose(i, 60) for i in range(4)]
-    found = []
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        tagged = [f'<document index="{n}">\n{documents[i]}\n</document>' for n, i in enumerate(order)]
-        found.append(set(chat.segments(chat.ids(("user", "\n".join([*tagged, "Why?"]))))))
-    assert len(found[0]) == 4 and found[0] == found[1]
 
 
 def test_tools_are_segments(tokenizer_dirs) -> None:
@@ -216,13 +206,9 @@ def test_prompts_without_messages(chat: Chat) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "a", "\n", "\n\n" * 500, "x" * 5000, "é\n\n" * 300, "\n\n".join("ab" for _ in range(5000))),
-        *(
-            "<document>" * 400,
-            "<doc>word</doc>" * 2000,
-            "\n\n<document>\n\n" * 200,
-            "<|im_start|>user\n" * 50,
-        ),
+        *("", "a", "\n", "\n\n" * 500, "x" * 5000, "é\n\n" * 300, "\n\n".join(["ab"] * 5000)),
+        *("<document>" * 400, "<doc>word</doc>" * 2000, "\n\n<document>\n\n" * 200),
+        "<|im_start|>user\n" * 50,
     ],
 )
 @pytest.mark.parametrize("mode", ["text", "cdc"])
@@ -252,3 +238,98 @@ def test_messages_are_found_behind_headers(tokenizer_dirs, kind: str) -> None:
     assert ["".join(texts[m.start : m.stop]).strip() for m in found] == [text for _, text in said]
     assert [m.leads for m in found] == [True, False, False, False]
     assert [m.answers for m in found] == [False, False, True, False]
+
+
+PATTERNS = SegmentingConfig().patterns
+
+
+@pytest.fixture(params=["qwen", "llama3", "llama-legacy"])
+def presets(request: pytest.FixtureRequest, tokenizer_dirs) -> Chat:
+    return Chat(tokenizer_dirs[request.param], PATTERNS)
+
+
+def paragraphs(i: int) -> str:
+    """A document of short paragraphs: none is long enough to be found by itself."""
+    return "\n\n".join(prose((i, j), 20) for j in range(6))
+
+
+def dashes(documents: list[str]) -> str:
+    line, text = "-" * 21, "\n\n".join(documents)
+    return f"Context information is below.\n{line}\n{text}\n{line}\nQuery: Why?\nAnswer: "
+
+
+def tagged(documents: list[str]) -> str:
+    found = [
+        f'<document index="{n}">\n<source>{d[:9]}.txt</source>\n{d}\n</document>'
+        for n, d in enumerate(documents)
+    ]
+    return "\n".join(["<documents>", *found, "</documents>", "", "Why?"])
+
+
+def wrapped(documents: list[str]) -> str:
+    return "<context>\n" + "\n\n".join(documents) + "\n</context>\n\nWhy?"
+
+
+def numbered(documents: list[str]) -> str:
+    return "\n".join([*(f"Document [{n}]: {d}" for n, d in enumerate(documents)), "", "Question: Why?"])
+
+
+def indented(documents: list[str]) -> str:
+    lines = "".join(f"\n            {d}\n        " for d in documents)
+    return f"\n        Given these:\n        {lines}\n\n        Question: Why?\n        Answer:\n        "
+
+
+def headed(documents: list[str]) -> str:
+    return dashes([f"file_path: docs/{d[:4]}.md\n\n{d}" for d in documents])
+
+
+@pytest.mark.parametrize(
+    ("form", "document"),
+    [
+        *((form, prose) for form in (dashes, wrapped)),
+        *((form, paragraphs) for form in (tagged, numbered, indented, headed)),
+    ],
+)
+def test_a_document_is_the_same_segments_wherever_it_stands(presets: Chat, form, document) -> None:
+    documents = [document(i) if document is paragraphs else prose(i, 120) for i in range(4)]
+    found = []
+    for order in ORDERS:
+        user = form([documents[i] for i in order])
+        ids = presets.ids(("system", "Answer."), ("user", user))
+        found.append(set(presets.segments(ids)))
+        assert all("Why?" not in "".join(presets.texts(segment)) for segment in found[-1])
+    tokens = sum(len(presets.tokenizer.encode(d, add_special_tokens=False)) for d in documents)
+    assert sum(map(len, found[0] & found[1])) >= 0.85 * tokens
+    # The numbers of documents are in no segment.
+    assert len(found[0]) == len(found[1])
+
+
+@pytest.mark.parametrize("mode", ["text", "cdc"])
+@pytest.mark.parametrize(
+    "question",
+    ["Why?\n\nBe brief.", "Why?\n\nNote: be brief.\n\nAnswer in French.", "Why? Be brief. Answer in French."],
+)
+def test_a_question_of_several_paragraphs_is_in_no_segment(tokenizer_dirs, question: str, mode: str) -> None:
+    chat = Chat(tokenizer_dirs["qwen"], PATTERNS, query_tokens=64)
+    for i in range(30):
+        ids = chat.ids(("user", f"{prose(('a', i), 120)}\n\n{prose(('b', i), 120)}\n\n{question}"))
+        for segment in chat.segments(ids, mode):
+            assert "Why?" not in "".join(chat.texts(segment))
+
+
+def test_a_system_message_in_tags_leads(presets: Chat) -> None:
+    system = f"<role>\n{prose('role', 60)}\n</role>"
+    ids = presets.ids(("system", system), ("user", "\n\n".join([prose(1, 60), prose(2, 60), "Why?"])))
+    [(first, _), _] = presets.segmenter.find(ids, "text").spans
+    assert "</role>" in "".join(presets.texts(ids[:first]))
+
+
+def test_closing_tags_at_the_end_of_a_message_are_in_no_segment(presets: Chat) -> None:
+    documents = [prose(i, 60) for i in range(4)]
+    found = []
+    for order in ORDERS:
+        first, *rest = (documents[i] for i in order)
+        context = "\n\n".join([f"Use this:\n\n<context>\n{first}", *rest])
+        ids = presets.ids(("system", f"{context}\n</context>"), ("user", "Why?"))
+        found.append(set(presets.segments(ids)))
+    assert len(found[0]) == 4 and found[0] == found[1]

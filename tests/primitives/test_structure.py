@@ -35,19 +35,15 @@ MESSAGES = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
+LATER = MESSAGES.replace("messages", "messages[1:]")
 TOOLS_BEHIND = (
     "<|im_start|>system\n{{ messages[0].content }}\n\n# Tools\n<tools>"
-    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n"
-    "{% for m in messages[1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
+    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n" + LATER
 )
 TOOLS_BEFORE = (
     "<|im_start|>system\nYou may call:\n\n"
     "{% for tool in tools %}## {{ tool.function.name }}\n{{ tool.function | tojson(indent=4) }}\n\n"
-    "{% endfor %}"
-    "{{ messages[0].content }}<|im_end|>\n"
-    "{% for m in messages[1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
+    "{% endfor %}{{ messages[0].content }}<|im_end|>\n" + LATER
 )
 TOOL_TEMPLATES = {"behind": TOOLS_BEHIND, "before": TOOLS_BEFORE}
 FIELD_TEMPLATES = {
@@ -162,21 +158,15 @@ def described(i: int) -> dict[str, Any]:
     properties = {
         f"p{n}": {"type": "string", "description": prose(f"parameter {i} {n}", 8)} for n in range(4)
     }
-    function = {
-        "name": f"tool{i}",
-        "description": prose(f"tool {i}", 30),
-        "parameters": {"properties": properties},
-    }
-    return {"type": "function", "function": function}
+    function = {"name": f"tool{i}", "description": prose(f"tool {i}", 30)}
+    return {"type": "function", "function": function | {"parameters": {"properties": properties}}}
 
 
 def tool(i: int, words: int = 60) -> dict[str, Any]:
     said = {"name": f"tool{i}", "description": prose(f"tool {i}", words) + ' "naïve"'}
     properties = {"where": {"type": "string", "description": f"a place {i}"}}
-    return {
-        "type": "function",
-        "function": {**said, "parameters": {"type": "object", "properties": properties}},
-    }
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {**said, "parameters": parameters}}
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -228,12 +218,9 @@ def test_numbers_and_scores_are_in_no_segment(front_end: FrontEnd, how: str) -> 
 
 
 def test_parts_of_a_message_are_segments_but_for_the_question(front_end: FrontEnd) -> None:
-    documents = [prose(i, 60) for i in range(4)]
     question = f"Which? {prose('question', 10)}"
-    found = []
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-        content = parts(*(documents[i] for i in order), question)
-        found.append(front_end.ask([{"role": "user", "content": content}]))
+    contents = (parts(*(prose(i, 60) for i in order), question) for order in ((0, 1, 2, 3), (3, 1, 0, 2)))
+    found = [front_end.ask([{"role": "user", "content": content}]) for content in contents]
     assert len(found[0].spans) == 4 and set(found[0].segments) == set(found[1].segments)
     assert not any("Which?" in text for text in found[0].texts)
 
@@ -243,7 +230,7 @@ def test_a_marked_part_is_no_question(front_ends, marker: str) -> None:
     """Nor is it cut: by itself it would be a text whose paragraphs are."""
     front_end = front_ends("qwen")
     text = "\n\n".join(prose(i, 50) for i in range(3))
-    [marked, *_] = [{"type": "text", "text": text, marker: {"type": "ephemeral"}}]
+    marked = {"type": "text", "text": text, marker: {"type": "ephemeral"}}
     said = front_end.ask([{"role": "user", "content": [marked]}])
     assert len(said.spans) == 1 and said.texts[0].startswith(text[:-20])
     assert len(front_end.ask([{"role": "user", "content": parts(text)}]).spans) > 1

@@ -1,22 +1,29 @@
-"""Texts and ids of the primitives, cutting, and the prompt builders."""
+"""Texts and ids of the primitives, cutting, the prompt builders, and the fixed text before records."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
+from vllm_hypic.primitives.context import context_text, context_tokens
 from vllm_hypic.primitives.tokens import Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
+
+from .conftest import gpt2
 
 TEXTS = PrimitiveTexts()
 IDS = PrimitiveIds(sep=100, pdep=101, pad=102)
+prompt_ids = partial(build_prompt_ids, ids=IDS)
 
 short_texts = st.text(alphabet="ab<|>", min_size=1, max_size=3)
 
@@ -50,14 +57,14 @@ def test_bad_texts_are_refused_by_name(texts, message):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"sep": -1, "pdep": 1, "pad": 2}, "sep=-1: expected a token id"),
-        ({"sep": True, "pdep": 1, "pad": 2}, "sep=True: expected a token id"),
-        ({"sep": 7, "pdep": 7, "pad": 2}, "must differ"),
+        ((-1, 1, 2), "sep=-1: expected a token id"),
+        ((True, 1, 2), "sep=True: expected a token id"),
+        ((7, 7, 2), "must differ"),
     ],
 )
 def test_bad_ids_are_refused_by_name(ids, message):
     with pytest.raises(ValueError, match=message):
-        PrimitiveIds(**ids)
+        PrimitiveIds(*ids)
 
 
 def test_json_round_trip_and_its_errors():
@@ -127,33 +134,63 @@ def test_build_prompt_ids():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("build", "given", "error", "message"),
     [
-        (lambda: build_prompt(segments="abc"), TypeError, "segments: expected a list of texts, got str"),
-        (
-            lambda: build_prompt(segments=["a", 3]),
-            TypeError,
-            r"segments\[1\]: expected text \(str\), got int",
-        ),
-        (lambda: build_prompt(segments=["a", ""]), ValueError, r"segments\[1\] is empty"),
-        (
-            lambda: build_prompt(segments=["x<|hypic_pad|>"]),
-            ValueError,
-            r"segments\[0\] contains '<\|hypic_pad\|>'",
-        ),
-        (lambda: build_prompt(segments=["x"], query="<|hypic_sep|>"), ValueError, "query contains"),
-        (lambda: build_messages(documents=["x", ""], question=""), ValueError, r"documents\[1\] is empty"),
-        (lambda: build_messages(documents=["x"], question="<|hypic_sep|>"), ValueError, "question contains"),
-        (lambda: build_messages(documents=["x"], system=b"s"), TypeError, "system: expected text"),
-        (lambda: build_prompt_ids(segments=["ab"], ids=IDS), TypeError, r"segments\[0\]: expected a list"),
-        (lambda: build_prompt_ids(segments=[3], ids=IDS), TypeError, r"segments\[0\]: expected a list"),
-        (lambda: build_prompt_ids(segments="ab", ids=IDS), TypeError, "segments: expected a list"),
-        (lambda: build_prompt_ids(segments=[[1.5]], ids=IDS), TypeError, r"segments\[0\]\[0\]=1.5"),
-        (lambda: build_prompt_ids(segments=[[-1]], ids=IDS), ValueError, r"segments\[0\]\[0\]=-1"),
-        (lambda: build_prompt_ids(segments=[[]], ids=IDS), ValueError, r"segments\[0\] is empty"),
-        (lambda: build_prompt_ids(segments=[[1, 100]], ids=IDS), ValueError, "is the id of sep"),
+        (build_prompt, {"segments": "abc"}, TypeError, "segments: expected a list of texts, got str"),
+        (build_prompt, {"segments": ["a", 3]}, TypeError, "segments[1]: expected text (str), got int"),
+        (build_prompt, {"segments": ["a", ""]}, ValueError, "segments[1] is empty"),
+        (build_prompt, {"segments": ["x<|hypic_pad|>"]}, ValueError, "segments[0] contains '<|hypic_pad|>'"),
+        (build_prompt, {"segments": ["x"], "query": "<|hypic_sep|>"}, ValueError, "query contains"),
+        (build_messages, {"documents": ["x", ""], "question": ""}, ValueError, "documents[1] is empty"),
+        (build_messages, {"documents": ["x"], "question": TEXTS.sep}, ValueError, "question contains"),
+        (build_messages, {"documents": ["x"], "system": b"s"}, TypeError, "system: expected text"),
+        (prompt_ids, {"segments": ["ab"]}, TypeError, "segments[0]: expected a list"),
+        (prompt_ids, {"segments": [3]}, TypeError, "segments[0]: expected a list"),
+        (prompt_ids, {"segments": "ab"}, TypeError, "segments: expected a list"),
+        (prompt_ids, {"segments": [[1.5]]}, TypeError, "segments[0][0]=1.5"),
+        (prompt_ids, {"segments": [[-1]]}, ValueError, "segments[0][0]=-1"),
+        (prompt_ids, {"segments": [[]]}, ValueError, "segments[0] is empty"),
+        (prompt_ids, {"segments": [[1, 100]]}, ValueError, "is the id of sep"),
     ],
 )
-def test_builders_refuse_with_the_place(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_builders_refuse_with_the_place(build, given, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        build(**given)
+
+
+CHAT = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] | trim }}[end]\n{% endfor %}"
+
+
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_the_plugin_brings_a_text() -> None:
+    text = context_text(None)
+    assert len(text) > 1000 and text == text.strip()
+
+
+def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "context.txt"
+    path.write_text("  One page.\n", encoding="utf-8")
+    assert context_text(str(path)) == "One page."
+    path.write_text(" \n")
+    with pytest.raises(ValueError, match="expected a text, found nothing"):
+        context_text(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="context_file="):
+        context_text(str(path))
+
+
+def test_behind_a_chat_template_it_begins_the_user_turn_and_does_not_end_it() -> None:
+    tokenizer = tokenizer_with(CHAT)
+    assert tokenizer.decode(context_tokens(tokenizer, "One page.")) == "[user]\nOne page."
+
+
+def test_without_a_usable_template_it_begins_the_prompt() -> None:
+    plain = tokenizer_with(None)
+    assert context_tokens(plain, "One page.") == tuple(plain.encode("One page."))
+    shouting = tokenizer_with("{{ messages[0]['content'] | upper }}")
+    assert context_tokens(shouting, "One page.") == tuple(plain.encode("One page."))

@@ -1,4 +1,4 @@
-"""Public columns in FP8: span attention over them against float64, and what becomes FP8."""
+"""Public columns in FP8, and scores with a soft-cap in the pool and in vLLM's cache, against float64."""
 
 from __future__ import annotations
 
@@ -7,55 +7,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention import Layout, reference
+from vllm_hypic.backends.ops.span_attention import Layout, native, reference
+from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.pool.geometry import FP8
 from vllm_hypic.pool.tensors import PublicKV, quantised
 
-from .cached import LAYOUTS
+from .cached import LAYOUTS, Cached
 from .test_join import REQUESTS, Joined
-from .test_span_attention import DTYPES, KERNELS, Case
-
-SCALES = 0.75, 2.5
-"""Of K and V; no powers of two, so that what is read in bfloat16 is rounded once more."""
-ONE_MORE_ROUNDING = 1.5
-
-
-class Quantised(Case):
-    """K and V as FP8 times :data:`SCALES`, of the query's dtype no more."""
-
-    def run(self, kernels: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = (quantised(t, by) for t, by in zip((self.key, self.value), SCALES, strict=True))
-        return kernels.span_attention(
-            self.query,
-            key,
-            value,
-            self.slots,
-            self.positions,
-            self.table,
-            self.neox,
-            self.visible_kv_lens,
-            self.query_ranges,
-            self.scale,
-            None,
-            0.0,
-            *SCALES,
-        )
-
-
-@KERNELS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("columns", [1, 63, 500])
-@pytest.mark.parametrize("rows", [1, 7, 64])
-def test_rows_and_columns(rows: int, columns: int, dtype: torch.dtype, kernels: ModuleType) -> None:
-    Quantised((rows, columns), dtype=dtype, seed=rows + columns).check(kernels, ONE_MORE_ROUNDING)
-
-
-@KERNELS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 300])
-def test_several_parts(rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
-    case = Quantised((rows, 8_500), size=32, heads=8, dtype=dtype, rotary=16)
-    case.check(kernels, ONE_MORE_ROUNDING)
+from .test_span_attention import DTYPES, KERNELS, SCALES, Case, Quantised
+from .test_windows import close
 
 
 @KERNELS
@@ -66,7 +26,7 @@ def test_heads(rows: int, kv_heads: int, group: int, size: int, kernels: ModuleT
         case = Quantised(
             (rows, 513), (2, 1), heads=kv_heads * group, kv_heads=kv_heads, size=size, dtype=dtype
         )
-        case.check(kernels, ONE_MORE_ROUNDING)
+        case.check(kernels)
 
 
 @KERNELS
@@ -76,7 +36,7 @@ def test_rotations_of_few_rows(rotary: int, neox: bool, kernels: ModuleType) -> 
     for table in (torch.bfloat16, torch.float32):
         Quantised(
             (1, 700), (2, 63), size=128, rotary=rotary, neox=neox, dtype=torch.bfloat16, table_dtype=table
-        ).check(kernels, ONE_MORE_ROUNDING)
+        ).check(kernels)
 
 
 @KERNELS
@@ -91,18 +51,6 @@ def test_scales_count(kernels: ModuleType) -> None:
         other, other_lse = plain.run(reference)
         seen = case.visible_kv_lens > 0
         assert (out - other).abs().max() > 0.05 or (lse - other_lse)[seen].abs().max() > 0.05
-
-
-@KERNELS
-@pytest.mark.parametrize("rows", [1, 20])
-@pytest.mark.parametrize("what", ["key", "value"])
-def test_what_is_no_number_is_not_passed_over(what: str, rows: int, kernels: ModuleType) -> None:
-    for dtype in DTYPES:
-        case = Quantised((rows, 300), dtype=dtype)
-        getattr(case, what)[case.slots[0][270]] = float("nan")
-        case.visible_kv_lens[:] = 300
-        out, _ = case.run(kernels)
-        assert out.isnan().all()
 
 
 @KERNELS
@@ -147,3 +95,71 @@ def test_records_are_written_by_their_scales() -> None:
         error = (kept.float()[slots] * scale - wanted).abs()
         assert (error <= torch.maximum(wanted.abs() / 16, torch.tensor(scale * 2.0**-10))).all()
         assert not kept.float()[[1, 3, 5]].any()
+
+
+CAPS = pytest.mark.parametrize("cap", [0.5, 50.0])
+"""One that bends every score, and Gemma 2's."""
+
+
+@KERNELS
+@CAPS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 63, 4_600])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+@pytest.mark.parametrize("window", [None, 20])
+def test_public_columns(
+    window: int | None, rows: int, columns: int, dtype: torch.dtype, cap: float, kernels: ModuleType
+) -> None:
+    case = Case((rows, columns), (rows, 70), dtype=dtype, seed=rows)
+    hidden = None if window is None else (case.visible_kv_lens - window).clamp(min=0)
+    close(case.run(kernels, hidden, cap), wanted := case.run(reference, hidden, cap), dtype)
+    if cap < 1 and rows > 1:
+        free = case.run(kernels, hidden)[1]
+        seen = ~free.isinf()
+        assert float((free - wanted[1])[seen].abs().max()) > 0.1
+
+
+def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's version holds so many scores at a time: rows in pieces of one, of three, all."""
+    found = []
+    for most in (1, 3 * 2 * 70, 1 << 22):
+        monkeypatch.setattr(torch_ops, "_CAPPED_SCORES", most)
+        found.append(Case((7, 70)).run(torch_ops, None, 0.5))
+    for out, lse in found[:2]:
+        torch.testing.assert_close((out, lse), found[2], rtol=1e-5, atol=1e-6)
+
+
+@CAPS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cached_tokens(dtype: torch.dtype, cap: float) -> None:
+    case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype)
+    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (torch_ops, reference))
+    close(found, wanted, dtype)
+    close((found[0], torch_ops.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
+
+
+def one_score(scores: torch.Tensor, cap: float, kernels: ModuleType) -> torch.Tensor:
+    """Log-sum-exp of rows that see a single column, with ``scores [rows]`` float32: the score itself."""
+    rows = len(scores)
+    query, key = torch.zeros(rows, 1, 16), torch.zeros(1, 1, 16)
+    query[:, 0, 0], key[..., 0] = scores, 1
+    column = [torch.zeros(1, dtype=torch.int64)]
+    ends, ranges = torch.ones(rows, dtype=torch.int64), torch.tensor([[0, rows]])
+    return kernels.span_attention(
+        query, key, key, column, column, None, True, ends, ranges, 1.0, soft_cap=cap
+    )[1][:, 0]
+
+
+@KERNELS
+@CAPS
+def test_a_score_is_right_to_rounding(cap: float, kernels: ModuleType) -> None:
+    scores = torch.logspace(-12, 4, 20_000)
+    scores = torch.cat([scores, -scores])
+    wanted = cap * torch.tanh(scores.double() / cap)
+    error = ((one_score(scores, cap, kernels) - wanted) / wanted).abs().max()
+    assert float(error) < 4e-7
+
+
+def test_a_negative_cap_is_refused() -> None:
+    with pytest.raises(ValueError, match="soft_cap -1"):
+        one_score(torch.ones(1), -1.0, native)
