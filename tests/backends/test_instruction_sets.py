@@ -14,15 +14,15 @@ from vllm_hypic.backends.ops import extension
 from vllm_hypic.errors import ConfigError
 
 TESTS = Path(__file__).parents[1]
-AGAIN = [
-    TESTS / "backends" / "test_span_attention.py",
-    TESTS / "backends" / "test_fp8_and_caps.py",
-    TESTS / "linear" / "test_layer_operators.py",
-    TESTS / "linear" / "test_decay_attention.py",
-    TESTS / "linear" / "test_mamba1.py",
-    TESTS / "linear" / "test_mamba2.py",
-]
-"""Each has tests with an id ``c++``."""
+AGAIN = {
+    TESTS / "backends" / "test_span_attention.py": 100,
+    TESTS / "backends" / "test_fp8_and_caps.py": 100,
+    TESTS / "linear" / "test_every_operator.py": 200,
+    TESTS / "linear" / "test_layer_operators.py": 3,
+    TESTS / "linear" / "test_decay_attention.py": 0,
+    TESTS / "linear" / "test_mamba2.py": 2,
+}
+"""Each has more tests than that with an id ``c++``."""
 
 
 def run(isa: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -46,9 +46,9 @@ def test_older_machines(isa: str) -> None:
     assert probe.stdout == f"C++ kernels ({isa})\n", probe.stderr
     done = run(isa, "pytest", "-x", "-p", "no:cacheprovider", "-k", "c++", "-v", *AGAIN)
     assert done.returncode == 0, done.stdout[-3000:]
-    for file in AGAIN:
+    for file, least in AGAIN.items():
         passed = re.findall(rf"{file.name}::.* PASSED", done.stdout)
-        assert len(passed) > 30, (file.name, done.stdout[-3000:])
+        assert len(passed) > least, (file.name, done.stdout[-3000:])
 
 
 def test_unknown_names_are_refused() -> None:

@@ -33,8 +33,8 @@ from oracle.delta import DeltaInputs
 from oracle.faults import SOFT_CAP_FAULTS, WINDOW_FAULTS
 from oracle.fla_models import save_fla_model
 from oracle.kimi import KimiDeltaOracle
-from oracle.mamba1_models import EXPERTS
-from oracle.mamba2_models import ARCHITECTURES
+from oracle.mamba_models import EXPERTS
+from oracle.mamba_models import MAMBA2 as MAMBA2_MODELS
 
 from vllm_hypic.patches import (
     cpu_bailing_recurrence,
@@ -111,7 +111,7 @@ MAMBA2 = families(
         | {"own": (mamba.transitions_are_the_records, mamba.rows_apart_have_stock_bits)},
         **{
             name: {"save": partial(save_mamba2_model, name=name)} | (ZAMBA2 if name == "Zamba2" else {})
-            for name in ARCHITECTURES
+            for name in MAMBA2_MODELS
         },
     },
 )
@@ -361,7 +361,7 @@ MROPE = {
 }
 PAIR: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 32}
-GRANITE_EXPERTS = ARCHITECTURES["GraniteMoeHybrid"] | PAIR | FOUR_EXPERTS | {"num_local_experts": 4}
+GRANITE_EXPERTS = MAMBA2_MODELS["GraniteMoeHybrid"] | PAIR | FOUR_EXPERTS | {"num_local_experts": 4}
 LFM2_EXPERTS = FOUR_EXPERTS | {"num_experts": 4, "moe_intermediate_size": 64}
 LFM2_EXPERTS |= {"num_hidden_layers": 2, "layer_types": ["conv", FULL], "num_dense_layers": 1}
 BOUNDS = {F32: 5e-5, BF16: 0.1}

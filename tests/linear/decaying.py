@@ -14,97 +14,47 @@ from torch import Tensor
 from vllm_hypic.backends.ops.program import Mode
 
 from .inputs import relative
-from .layer_inputs import PAD, Composed, Segment, compose_program, every_kind, segment_program
+from .layers import PAD, SLOTS, Composed, Segment, World, every_kind, run_compose, run_segments
 
 NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a step of a cache's dtype, relative."""
 
 
-class DecayingLayer:
-    """One layer's world and what ran in it; subclasses are dataclasses with these fields and more."""
-
-    x: Any
-    caches: Any
-    out: Tensor
-    records: Any
-    carries: Any
+class DecayingLayer(World):
+    """Its records' sums add up over tokens."""
 
     sums: ClassVar[str] = "log_transition"
-    """The records' field whose numbers add up over tokens."""
+    """The records' field that has them."""
     ended: ClassVar[float] = -torch.inf
     """Its value where T is zero, as a leading record has it."""
-
-    def segments(self, module: ModuleType, rows: Tensor) -> None:
-        """A module's operator for rows of segment requests."""
-        raise NotImplementedError
-
-    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
-        """A module's operator for rows of composed requests; `shifts` of states that are moved."""
-        raise NotImplementedError
+    tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
+    """By dtype of the inputs, which are exact whatever it is: relative Frobenius errors of states."""
+    out_tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+    """Of outputs, which are rounded to that dtype."""
+    sums_tolerance: ClassVar[float] = 1e-6
 
     def transition(self, slot: int) -> Tensor:
         """T of a record, float64, to be multiplied with its state."""
-        raise NotImplementedError
-
-    def random_record(self, slot: int, seed: int) -> None:
-        raise NotImplementedError
+        return self.added_up()[slot].double().exp()
 
     def added_up(self) -> Tensor:
         """The sums of all records."""
         found: Tensor = getattr(self.records, self.sums)
         return found
 
-    def outputs(self, first: int, stop: int) -> Tensor:
-        return self.out[PAD + first : PAD + stop]
-
-    def state(self, batch_row: int) -> Tensor:
-        found: Tensor = self.caches.state[int(self.caches.slots[batch_row])]
-        return found
-
-    def resume(self, batch_row: int) -> None:
-        """As an earlier pass left the request."""
-        state, gen = self.state(batch_row), torch.Generator().manual_seed(batch_row)
-        state.copy_(torch.randn(state.shape, generator=gen))
+    def summands(self, first: int, stop: int) -> Tensor:
+        """What a record of these tokens adds up, float64."""
+        raise NotImplementedError
 
 
 LayerT = TypeVar("LayerT", bound=DecayingLayer)
-
-
-def run_segments(
-    module: ModuleType, layer: DecayingLayer, segments: Sequence[Segment], cuts: Sequence[int] = ()
-) -> None:
-    """All segments at once, in passes that end at `cuts`."""
-    ends = [*cuts, max(s.tokens for s in segments)]
-    for start, stop in zip([0, *cuts], ends, strict=True):
-        layer.segments(module, segment_program(segments, start, stop))
-
-
-def run_compose(
-    module: ModuleType,
-    layer: DecayingLayer,
-    requests: Sequence[Composed],
-    shifts: Sequence[int] | None = None,
-) -> None:
-    layer.compose(module, *compose_program(requests), shifts)
 
 
 def scanned(module: ModuleType, layer: DecayingLayer, batch_row: int, first: int, tokens: int) -> Tensor:
     """State after these tokens from zero."""
     run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, NONE)])])
     return layer.state(batch_row).clone()
-
-
-def packed(sizes: Sequence[int], slots: int) -> tuple[int, list[Segment]]:
-    """Segments of these sizes and the tokens they take, poison between them; windows of 8, 3 and 0 tokens,
-    the fourth is leading."""
-    at, segments = 2, []
-    for row, n in enumerate(sizes):
-        lo = min((8, 3, 0)[row % 3], n - 1)
-        hi = n if row % 2 else max(lo + 1, n - 8)
-        segments.append(Segment(row, at, n, lo, hi, slot=slots - 1 - row, leading=row == 3))
-        at += n + row
-    return at, segments
 
 
 def every_kind_composed(
@@ -157,21 +107,43 @@ def walks_around_islands(
     return worlds
 
 
-def check_composed(
-    ours: DecayingLayer,
-    exact: DecayingLayer,
-    requests: Sequence[Composed],
-    tolerance: float,
-    out_tolerance: float,
+def check_segments(
+    ours: DecayingLayer, exact: DecayingLayer, segments: Sequence[Segment], before: object = None
 ) -> None:
+    """Outputs, states, contexts of convolutions and records; nothing else is written."""
+    dtype = ours.out.dtype
+    step, exactly = CACHE_STEP[ours.caches.state.dtype], dtype == torch.float64
+    for s in segments:
+        rows = slice(PAD + s.at, PAD + s.at + s.tokens)
+        assert relative(ours.out[rows], exact.out[rows]) < ours.out_tolerance[dtype], s
+        state, wanted = ours.state(s.batch_row), exact.state(s.batch_row)
+        assert relative(state, wanted) < ours.tolerance[dtype] + step, s
+        assert relative(ours.records.state[s.slot], exact.records.state[s.slot]) < ours.tolerance[dtype], s
+        # Finite, and of relative precision, which is an absolute one of T.
+        sums = [layer.added_up()[s.slot].double() for layer in (ours, exact)]
+        torch.testing.assert_close(*sums, rtol=1e-12 if exactly else ours.sums_tolerance, atol=0)
+        assert s.leading == bool(sums[0].isinf().all())
+        if hasattr(ours.caches, "conv"):
+            assert torch.equal(ours.records.conv_tail[s.slot], exact.records.conv_tail[s.slot])
+            assert torch.equal(ours.context(s.batch_row), exact.context(s.batch_row))
+    assert torch.equal(ours.out.isnan(), exact.out.isnan())
+    others = [i for i in range(SLOTS) if i not in {s.slot for s in segments}]
+    assert all(held[others].isnan().all() for held in vars(ours.records).values())
+    assert torch.equal(ours.caches.state.isnan(), exact.caches.state.isnan())
+
+
+def check_composed(ours: DecayingLayer, exact: DecayingLayer, requests: Sequence[Composed]) -> None:
     """States and outputs of these requests; nothing else is written."""
-    tolerance += CACHE_STEP[ours.caches.state.dtype]
+    dtype = ours.out.dtype
     for row, _, operations in requests:
+        tolerance = ours.tolerance[dtype] + CACHE_STEP[ours.caches.state.dtype]
         assert relative(ours.state(row), exact.state(row)) < tolerance, row
+        if hasattr(ours.caches, "conv"):
+            assert torch.equal(ours.context(row), exact.context(row)), row
         for at, count, _, _ in operations:
             if count:
                 wanted = exact.outputs(at, at + count)
-                assert relative(ours.outputs(at, at + count), wanted) < out_tolerance, (row, at)
+                assert relative(ours.outputs(at, at + count), wanted) < ours.out_tolerance[dtype], (row, at)
     assert torch.equal(ours.out.isnan(), exact.out.isnan())
 
 

@@ -1,20 +1,20 @@
-"""Random layers for Mamba2's layer operators, with poison where nothing may be read."""
+"""Random layers for Mamba2's layer operators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
 
 from . import decaying
 from .decaying import DecayingLayer
-from .layer_inputs import PAD, SLOTS, Composed
+from .layers import PAD, SLOTS, Composed, amid_poison, cache, emptied, slots, step_biases, unwritten
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class Records:
 
 @dataclass
 class Layer(DecayingLayer):
-    """One layer's world; everything that nobody has written yet is NaN."""
-
     shape: Shape
     x: Inputs
     weights: Weights
@@ -51,6 +49,10 @@ class Layer(DecayingLayer):
     out: Tensor
     records: Records
     carries: list[Carry]
+
+    family, sums_tolerance = "mamba2", 5e-7
+    # Where float32 and float64 stand on two sides of a rounding edge, convolved elements differ by 2^-8.
+    tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
 
     @staticmethod
     def make(
@@ -64,68 +66,37 @@ class Layer(DecayingLayer):
 
         ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
         """
-        gen = torch.Generator().manual_seed(seed)
-        s, exact = shape, dtype == torch.float64
+        gen, s = torch.Generator().manual_seed(seed), shape
 
         def normal(*size: int) -> Tensor:
             return torch.randn(*size, generator=gen)
 
-        step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(s.heads, generator=gen))
+        bias = step_biases(gen, s.heads)
         weights = Weights.prepare(
             0.5 * normal(s.channels, s.taps),
             0.1 * normal(s.channels) if s.bias else None,
             -1 - 15 * torch.rand(s.heads, generator=gen),
-            step + torch.log(-torch.expm1(-step)),
+            bias,
             normal(s.heads),
             s.groups,
         )
         rows = tokens + 2 * PAD
         mixed, dt = normal(rows, s.channels), 0.5 * normal(rows, s.heads)
-        for t in (mixed, dt):
-            t[:PAD] = t[rows - PAD :] = torch.nan
-        single = torch.float64 if exact else torch.float32
-        state = torch.float64 if exact else state
-        nan = torch.nan
-        # Slots as vLLM has them: in an order of their own, and strided.
-        slots = torch.tensor([3, 0, 5, 1, 2, 4, 6], dtype=torch.int32)
+        single = torch.float64 if dtype == torch.float64 else torch.float32
         caches = Caches(
-            slots,
-            torch.full((SLOTS, 2, s.taps - 1, s.channels), nan).to(dtype)[:, 1],
-            torch.full((SLOTS, 3, s.heads, s.P, s.N), nan).to(state)[:, 1],
+            slots(),
+            cache(2, s.taps - 1, s.channels, dtype=dtype),
+            cache(3, s.heads, s.P, s.N, dtype=dtype if dtype == torch.float64 else state),
         )
         records = Records(
-            torch.full((SLOTS, s.heads, s.P, s.N), nan, dtype=single),
-            torch.full((SLOTS, s.taps - 1, s.channels), nan).to(dtype),
-            torch.full((SLOTS, s.heads), nan, dtype=single),
+            unwritten(SLOTS, s.heads, s.P, s.N, dtype=single),
+            unwritten(SLOTS, s.taps - 1, s.channels, dtype=dtype),
+            unwritten(SLOTS, s.heads, dtype=single),
         )
-        carries = [Carry.beside(records.state) for _ in range(SLOTS)]
-        for carry in carries:
-            carry.log_transition.fill_(nan)
-            carry.state.fill_(nan)
-        out = torch.full((rows, s.heads, s.P), nan).to(dtype)
-        return Layer(shape, Inputs(mixed.to(dtype), dt.to(dtype)), weights, caches, out, records, carries)
-
-    def exact(self) -> Layer:
-        """A copy whose results are float64; the caches and inputs of the convolution keep their dtype."""
-        copy = self.copy()
-        c, r = copy.caches, copy.records
-        return replace(
-            copy,
-            caches=replace(c, state=c.state.double()),
-            out=copy.out.double(),
-            records=Records(r.state.double(), r.conv_tail, r.log_transition.double()),
-            carries=[Carry(k.log_transition, k.state.double()) for k in copy.carries],
-        )
-
-    def copy(self) -> Layer:
-        r, c = self.records, self.caches
-        return replace(
-            self,
-            caches=Caches(c.slots, c.conv.clone(), c.state.clone()),
-            out=self.out.clone(),
-            records=Records(r.state.clone(), r.conv_tail.clone(), r.log_transition.clone()),
-            carries=[Carry(k.log_transition.clone(), k.state.clone()) for k in self.carries],
-        )
+        carries = [emptied(Carry.beside(records.state)) for _ in range(SLOTS)]
+        inputs = Inputs(*(amid_poison(t).to(dtype) for t in (mixed, dt)))
+        out = unwritten(rows, s.heads, s.P, dtype=dtype)
+        return Layer(shape, inputs, weights, caches, out, records, carries)
 
     def with_decay(self, g: float) -> Layer:
         """All tokens of all heads decay by e^g; their step size is 1."""
@@ -134,14 +105,13 @@ class Layer(DecayingLayer):
         weights = replace(self.weights, rate=torch.full((heads,), g), dt_bias=torch.full((heads,), one))
         return replace(self, weights=weights, x=replace(self.x, dt=torch.zeros_like(self.x.dt)))
 
-    # ------------------------------------------------------------------------------- what ran, read back
-
-    def context(self, batch_row: int) -> Tensor:
-        return self.caches.conv[int(self.caches.slots[batch_row])]
-
     def transition(self, slot: int) -> Tensor:
         """T of a record [H, 1, 1]."""
-        return self.records.log_transition[slot].double().exp()[:, None, None]
+        return super().transition(slot)[:, None, None]
+
+    def summands(self, first: int, stop: int) -> Tensor:
+        steps = F.softplus(self.x.dt[PAD + first : PAD + stop].double() + self.weights.dt_bias)
+        return self.weights.rate.double() * steps
 
     def random_record(self, slot: int, seed: int) -> None:
         gen = torch.Generator().manual_seed(seed)
@@ -149,21 +119,6 @@ class Layer(DecayingLayer):
             field = getattr(self.records, name)
             field[slot] = (scale * torch.randn(field[slot].shape, generator=gen)).to(field.dtype)
         self.records.log_transition[slot].abs_().neg_()
-
-    def resume(self, batch_row: int) -> None:
-        """As an earlier pass left the request."""
-        slot, gen = int(self.caches.slots[batch_row]), torch.Generator().manual_seed(batch_row)
-        for cache in (self.caches.conv, self.caches.state):
-            cache[slot] = torch.randn(cache[slot].shape, generator=gen).to(cache.dtype)
-
-    # ------------------------------------------------------------------------------- operators
-
-    def segments(self, module: ModuleType, rows: Tensor) -> None:
-        layer = self.x, self.weights, self.caches, self.out, self.records
-        module.mamba2_segments(*layer, rows, self.carries)
-
-    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
-        module.mamba2_compose(self.x, self.weights, self.caches, self.out, self.records, rows, ops)
 
 
 def every_kind_composed(shape: Shape, dtype: torch.dtype, state: torch.dtype) -> tuple[Layer, list[Composed]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import pytest
@@ -26,23 +27,37 @@ def starts(B: int, x: GatedDelta, seed: int = 5) -> Tensor:
     return torch.randn(B, x.v.shape[1], x.k.shape[2], x.v.shape[2], generator=gen)
 
 
+def check(
+    x: GatedDelta, cu: Sequence[int], S0: Tensor, *, out: float = FP32, states: float = FP32
+) -> tuple[Tensor, ...]:
+    """Both operators against the token loop: T, S, outputs and end states.
+
+    T of a head that forgets is tiny, so it is judged by the states it makes, as it is used.
+    """
+    T, S = segment_summary(*x.tail, torch.tensor(cu))
+    o, end = seam_outputs(*x, cu, S0)
+    _, S_exact = reference.segment_summary(*x.tail, cu)
+    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
+    for i, n in enumerate(b - a for a, b in pairwise(cu)):
+        if n == 0:
+            assert torch.equal(T[i], torch.eye(x.k.shape[2]).expand_as(T[i]))
+            assert not S[i].any() and torch.equal(end[i], S0[i])
+            continue
+        assert relative(T[i] @ S0[i].to(T) + S[i], end_exact[i]) < states
+        assert relative(S[i], S_exact[i]) < states
+        assert relative(end[i], end_exact[i]) < states
+    assert relative(o, o_exact) < out
+    return T, S, o, end
+
+
 @GATES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("n", SIZES)
 def test_one_sequence(n: int, shape: tuple[int, int, int, int], channel_gates: bool) -> None:
     x = gated_delta_inputs(n, *shape, channel_gates=channel_gates)
-    S0 = starts(1, x)
-    T, S = segment_summary(*x.tail, [0, n])
-    T_exact, S_exact = reference.segment_summary(*x.tail, [0, n])
-    o, end = seam_outputs(*x, [0, n], S0)
-    o_exact, end_exact = reference.seam_outputs(*x, [0, n], S0)
-    # T of a head that forgets is tiny, so it is judged by the states it makes, as it is used.
-    assert relative(T @ S0 + S, end_exact) < FP32
-    assert relative(T, T_exact) < FP32
-    assert relative(S, S_exact) < FP32
-    assert relative(o, o_exact) < FP32
-    assert relative(end, end_exact) < FP32
-    assert {T.dtype, S.dtype, end.dtype, o.dtype} == {torch.float32}
+    found = check(x, [0, n], starts(1, x))
+    assert relative(found[0], reference.segment_summary(*x.tail, [0, n])[0]) < FP32
+    assert {t.dtype for t in found} == {torch.float32}
 
 
 @GATES
@@ -51,28 +66,13 @@ def test_many_sequences_amid_poison(shape: tuple[int, int, int, int], channel_ga
     """All sizes packed in one call, empty ones among them, NaN before, behind and in what is padding."""
     lengths = [3, 200, 0, 1, 16, 65, 64, 2, 63, 17, 15, 0]
     pad = 7
-    cu = [pad, *accumulate(lengths, initial=pad)][1:]
+    cu = [*accumulate(lengths, initial=pad)]
     x = gated_delta_inputs(cu[-1] + pad, *shape, channel_gates=channel_gates)
     for tensor in x:
         tensor[:pad] = torch.nan
         tensor[cu[-1] :] = torch.nan
-    S0 = starts(len(lengths), x)
-    T, S = segment_summary(*x.tail, torch.tensor(cu))
-    o, end = seam_outputs(*x, cu, S0)
-    _, S_exact = reference.segment_summary(*x.tail, cu)
-    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    for i, n in enumerate(lengths):
-        if n == 0:
-            assert torch.equal(T[i], torch.eye(shape[2]).expand_as(T[i]))
-            assert not S[i].any()
-            assert torch.equal(end[i], S0[i])
-            continue
-        assert relative(T[i] @ S0[i] + S[i], end_exact[i]) < FP32
-        assert relative(S[i], S_exact[i]) < FP32
-        assert relative(end[i], end_exact[i]) < FP32
-    assert relative(o, o_exact) < FP32
-    assert not o[:pad].any()
-    assert not o[cu[-1] :].any()
+    *_, o, _ = check(x, cu, starts(len(lengths), x))
+    assert not o[:pad].any() and not o[cu[-1] :].any()
 
 
 def test_neighbours_do_not_leak() -> None:
@@ -141,11 +141,7 @@ def test_strongly_correlated_keys() -> None:
     """All keys equal makes I + L as full as it can be; its inverse must stay accurate."""
     x = gated_delta_inputs(200, 1, 2, 64, 64)
     x = x._replace(k=x.k[:1] + 1e-3 * x.k, beta=torch.full_like(x.beta, 0.95), g=x.g * 0.01)
-    S0 = starts(1, x)
-    o, end = seam_outputs(*x, [0, 200], S0)
-    o_exact, end_exact = reference.seam_outputs(*x, [0, 200], S0)
-    assert relative(end, end_exact) < FP32
-    assert relative(o, o_exact) < 2 * FP32
+    check(x, [0, 200], starts(1, x), out=2 * FP32)
 
 
 @pytest.mark.parametrize("cuts", [[64, 128], [1, 17, 65], [100], [199]])
@@ -177,14 +173,9 @@ def test_a_batch_of_pieces_with_and_without_predecessors() -> None:
 def test_input_dtypes(dtype: torch.dtype) -> None:
     """Rounded inputs are exact inputs: only the arithmetic is judged. float64 checks the algebra itself."""
     x = gated_delta_inputs(90, 2, 4, 64, 64, dtype)
-    S0 = starts(2, x)
-    cu = [0, 64, 90]
-    o, end = seam_outputs(*x, cu, S0)
-    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert o.dtype == dtype
-    tolerance = 1e-13 if dtype == torch.float64 else FP32
-    assert relative(end, end_exact) < tolerance
-    assert relative(o, o_exact) < {torch.float64: 1e-13, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    rounding = {torch.float64: 1e-13, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    states = 1e-13 if dtype == torch.float64 else FP32
+    assert check(x, [0, 64, 90], starts(2, x), out=rounding, states=states)[2].dtype == dtype
 
 
 def test_arguments_are_read_only_and_may_be_strided() -> None:
@@ -215,14 +206,7 @@ def test_any_chunk_and_block_size(
     monkeypatch.setattr(chunk, "_CHUNK_CPU", chunk_length)
     monkeypatch.setattr(chunk, "_BLOCK_BYTES_CPU", block_bytes)
     x = gated_delta_inputs(150, 2, 4, 32, 32)
-    cu = [0, 20, 120, 150]
-    S0 = starts(3, x)
-    T, S = segment_summary(*x.tail, cu)
-    o, end = seam_outputs(*x, cu, S0)
-    o_exact, end_exact = reference.seam_outputs(*x, cu, S0)
-    assert relative(T @ S0 + S, end_exact) < FP32
-    assert relative(end, end_exact) < FP32
-    assert relative(o, o_exact) < FP32
+    check(x, [0, 20, 120, 150], starts(3, x))
 
 
 def test_nothing_at_all() -> None:
@@ -237,13 +221,14 @@ def test_nothing_at_all() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x = gated_delta_inputs(10, 2, 4, 8, 8)
-    for bad in ([0, 11], [5, 2], [-1, 10], []):
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            segment_summary(*x.tail, bad)
-    with pytest.raises(ValueError, match="multiple"):
-        segment_summary(x.k, x.v[:, :3], x.g[:, :3], x.beta[:, :3], [0, 10])
-    with pytest.raises(ValueError, match="shapes disagree"):
-        segment_summary(x.k, x.v, x.g[:5], x.beta, [0, 10])
+    other_heads = (x.k, x.v[:, :3], x.g[:, :3], x.beta[:, :3])
+    for given, says in (
+        *(((*x.tail, bad), "cu_seqlens") for bad in ([0, 11], [5, 2], [-1, 10], [])),
+        ((*other_heads, [0, 10]), "multiple"),
+        ((x.k, x.v, x.g[:5], x.beta, [0, 10]), "shapes disagree"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            segment_summary(*given)
     with pytest.raises(ValueError, match="initial_states"):
         seam_outputs(*x, [0, 10], torch.zeros(2, 4, 8, 8))
     with pytest.raises(ValueError, match="one shape"):

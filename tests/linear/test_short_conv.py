@@ -6,9 +6,7 @@ are rounded: 4e-3. What is no arithmetic, caches and records, is equal bit for b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,7 +20,19 @@ from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights, referenc
 from vllm_hypic.backends.ops.short_conv import torch as torch_ops
 
 from .inputs import relative
-from .layer_inputs import PAD, SLOTS, Composed, Segment, compose_program, segment_program
+from .layers import (
+    PAD,
+    SLOTS,
+    Composed,
+    Segment,
+    World,
+    amid_poison,
+    cache,
+    run_compose,
+    run_segments,
+    slots,
+    unwritten,
+)
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 CHANNELS = 24
@@ -35,14 +45,14 @@ class Records:
 
 
 @dataclass
-class Layer:
-    """One layer's world; everything that nobody has written yet is NaN."""
-
+class Layer(World):
     x: Inputs
     weights: Weights
     caches: Caches
     out: Tensor
     records: Records
+
+    family = "short_conv"
 
     @staticmethod
     def make(tokens: int, taps: int = 3, dtype: torch.dtype = torch.float32, bias: bool = False) -> Layer:
@@ -53,62 +63,19 @@ class Layer:
 
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
-        for t in (value, gate):
-            t[:PAD] = t[rows - PAD :] = torch.nan
-        # Slots as vLLM has them: in an order of their own, and strided.
-        slots = torch.tensor([3, 0, 5, 1, 2, 4, 6], dtype=torch.int32)
-        conv = torch.full((SLOTS, 2, taps - 1, CHANNELS), torch.nan).to(dtype)[:, 1]
         weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
         return Layer(
-            Inputs(value.to(dtype), gate.to(dtype)),
+            Inputs(*(amid_poison(t).to(dtype) for t in (value, gate))),
             weights,
-            Caches(slots, conv),
-            torch.full((rows, CHANNELS), torch.nan).to(dtype),
-            Records(torch.full((SLOTS, taps - 1, CHANNELS), torch.nan).to(dtype)),
+            Caches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype)),
+            unwritten(rows, CHANNELS, dtype=dtype),
+            Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype)),
         )
-
-    def copy(self, *, exact: bool = False) -> Layer:
-        """``exact``: with outputs in float64."""
-        return replace(
-            self,
-            caches=replace(self.caches, conv=self.caches.conv.clone()),
-            out=self.out.double() if exact else self.out.clone(),
-            records=Records(self.records.conv_tail.clone()),
-        )
-
-    def resume(self, batch_row: int) -> None:
-        """As an earlier pass left the request."""
-        slot = int(self.caches.slots[batch_row])
-        context = self.caches.conv[slot]
-        gen = torch.Generator().manual_seed(batch_row)
-        self.caches.conv[slot] = torch.randn(context.shape, generator=gen).to(context.dtype)
 
     def record(self, slot: int) -> None:
         tail = self.records.conv_tail[slot]
         gen = torch.Generator().manual_seed(100 + slot)
         self.records.conv_tail[slot] = torch.randn(tail.shape, generator=gen).to(tail.dtype)
-
-
-def run_segments(
-    module: ModuleType, layer: Layer, segments: Sequence[Segment], cuts: Sequence[int] = ()
-) -> None:
-    """All segments at once, in passes that end at `cuts`."""
-    ends = [*cuts, max(s.tokens for s in segments)]
-    for start, stop in zip([0, *cuts], ends, strict=True):
-        module.short_conv_segments(
-            layer.x,
-            layer.weights,
-            layer.caches,
-            layer.out,
-            layer.records,
-            segment_program(segments, start, stop),
-        )
-
-
-def run_compose(module: ModuleType, layer: Layer, requests: Sequence[Composed]) -> None:
-    module.short_conv_compose(
-        layer.x, layer.weights, layer.caches, layer.out, layer.records, *compose_program(requests)
-    )
 
 
 def check(ours: Layer, exact: Layer) -> None:

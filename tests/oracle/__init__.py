@@ -6,9 +6,8 @@ from pathlib import Path
 from .bailing import BailingOracle, RingLinearOracle
 from .gemma2 import Gemma2Oracle
 from .mamba1 import Mamba1Oracle
-from .mamba1_models import save_mamba1_model
 from .mamba2 import Mamba2Oracle
-from .mamba2_models import save_mamba2_model
+from .mamba_models import save_mamba_model
 from .masked import MaskedOracle
 from .mla import MLAOracle
 from .models import (
@@ -21,6 +20,8 @@ from .models import (
 from .olmo import OlmoOracle, save_olmo_model
 from .oracle import FAULTS, Oracle
 from .short_conv import ShortConvOracle
+
+save_mamba1_model = save_mamba2_model = save_mamba_model
 
 
 def mamba_oracle(model: Path) -> Oracle:

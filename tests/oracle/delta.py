@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 from torch import Tensor
 
 
+class Rows:
+    """A linear layer's rows: subclasses are dataclasses of tensors with a row a token."""
+
+    def rows(self, lo: int, hi: int) -> Self:
+        """The rows `[lo, hi)`."""
+        return type(self)(*(getattr(self, f.name)[lo:hi] for f in fields(self)))
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts."""
+        return cls(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+
 @dataclass(frozen=True)
-class DeltaInputs:
+class DeltaInputs(Rows):
     """A linear layer's rows, convolved and gated: `q, k [n, HV, K]`, `v [n, HV, V]`, `g, beta [n, HV]`.
 
     Where every channel of K has a gate, `g [n, HV, K]`.
@@ -21,16 +35,6 @@ class DeltaInputs:
     v: Tensor
     g: Tensor
     beta: Tensor
-
-    def rows(self, lo: int, hi: int) -> DeltaInputs:
-        """The rows `[lo, hi)`."""
-        return DeltaInputs(*(x[lo:hi] for x in (self.q, self.k, self.v, self.g, self.beta)))
-
-    @staticmethod
-    def cat(parts: Sequence[DeltaInputs]) -> DeltaInputs:
-        """The rows of all parts."""
-        columns = zip(*((p.q, p.k, p.v, p.g, p.beta) for p in parts), strict=True)
-        return DeltaInputs(*map(torch.cat, columns))
 
 
 def scan(x: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:

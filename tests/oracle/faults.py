@@ -15,6 +15,9 @@ ATTENTION_FAULTS = {
     "stream_positions": "stream tokens rotated at their place in the stream, not at their logical position",
     "separator_positions": "every separator occupies a position",
 }
+ROTATION_FAULTS = ("wrong_rotation", "rotated_twice", "stream_positions", "separator_positions")
+"""Those that need a rotation to show."""
+assert ATTENTION_FAULTS.keys() >= {*ROTATION_FAULTS}
 SEAM_FAULTS = {
     "seam_off_by_one": "the interior starts one token after the head's end: a token is lost",
     "seam_off_by_one_tail": "the interior ends one token before the tail's start: a token is lost",

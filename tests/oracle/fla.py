@@ -7,22 +7,15 @@ DeltaNet (arXiv:2406.06484) is the gated delta rule without gates,
 with q, k and v behind convolutions, or none, and SiLU, q and k of length 1, and outputs normalised by heads,
 perhaps multiplied by SiLU of a gate.
 
-Retention (arXiv:2307.08621) and gated linear attention (arXiv:2312.06635) decay by what they do not write,
-
-    S_i = Diag(e^{g_i}) S_{i-1} + k_i v_i^T        o_i = S_i^T q_i / sqrt(d_k)
-
-the one with `g = log(1 - 2^{-5-h})` in head h, counted from 0, and q and k rotated (half-split layout), the
-other with `g = logsigmoid(W_2 W_1 x + b) / 16`, perhaps bounded below, in every channel. Outputs are as
-before. What a segment leaves in such a layer are here its keys, not rotated, its values and its decays:
-composed, each key is rotated at its position in the prompt and written with the decays of the tokens behind
-it.
+Retention and gated linear attention are those of :mod:`.retention`, the one with `g = log(1 - 2^{-5-h})` in
+head h, counted from 0, and q and k rotated (half-split layout), the other in every channel with
+`g = logsigmoid(W_2 W_1 x + b) / 16`, perhaps bounded below. Outputs are as before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,27 +24,27 @@ from torch import Tensor
 from .delta import DeltaInputs
 from .faults import ATTENTION_FAULTS, RELOCATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
 from .olmo import FUSED
-from .oracle import AttentionRecord, LinearState, Oracle, rms_norm, rotate
-from .stream import Compose, Stream
+from .oracle import FULL, LINEAR, Oracle, rms_norm, rotate
+from .retention import UNSEEN, Retention
 
-LINEAR, FULL = "linear_attention", "full_attention"
 NORMS = ("g_norm_swish_gate", "g_norm")
 """What the outputs' norm is called where its gate is fused into it, and where not."""
-NAMES = {"embeddings": "embed_tokens", "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
 class FlaOracle(Oracle):
     """What they have in common: a mixer and an MLP, each behind its norm."""
 
+    names: ClassVar[dict[str, str]] = {
+        **{"embeddings": "embed_tokens", "attn_norm": "input_layernorm"},
+        "mlp_norm": "post_attention_layernorm",
+    }
+
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
-        self.norms_heads = False
-        for name in list(self._weights):
-            parts = [NAMES.get(part, part) for part in name.split(".")]
-            if parts[0] == "layers" and parts[2] == "attn":
-                kind = self.layer_types[int(parts[1])]
-                parts[2] = "linear_attn" if kind == LINEAR else "self_attn"
-            self._weights[".".join(parts)] = self._weights.pop(name)
+        for name in [name for name in self._weights if ".attn." in name]:
+            kind = self.layer_types[int(name.split(".")[1])]
+            ours = ".linear_attn." if kind == LINEAR else ".self_attn."
+            self._weights[name.replace(".attn.", ours)] = self._weights.pop(name)
 
     def faults(self) -> list[str]:
         attends = FULL in self.layer_types
@@ -117,82 +110,28 @@ class DeltaNetOracle(FlaOracle):
         return super()._delta_inputs(qkv, g, self.largest_beta * beta)
 
 
-@dataclass(frozen=True)
-class Written:
-    """A layer's rows, and what an interior leaves: unrotated `k [n, H, K]`, `v [n, H, V]`, `g [n, H, K]`."""
-
-    k: Tensor
-    v: Tensor
-    g: Tensor
-
-    def rows(self, lo: int, hi: int) -> Written:
-        return Written(self.k[lo:hi], self.v[lo:hi], self.g[lo:hi])
-
-
-class DecayOracle(FlaOracle):
+class DecayOracle(Retention, FlaOracle):
     """What RetNet and GLA have in common."""
 
     def faults(self) -> list[str]:
-        return [fault for fault in super().faults() if fault not in ("T_transposed", "no_conv_tail")]
+        return [fault for fault in super().faults() if fault not in UNSEEN]
 
     def _decays(self, name: str, x: Tensor) -> Tensor:
         """`g [n, H, K]`, of some axes perhaps 1."""
         raise NotImplementedError
 
-    def _turned(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x
+    def _projected(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        name, heads = f"layers.{index}.linear_attn", self.config["num_heads"]
+        q, k, v = (self._linear(x, f"{name}.{part}_proj").view(len(x), heads, -1) for part in "qkv")
+        return q, k, v, self._decays(name, x)
 
-    def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[Written | AttentionRecord]:
-        kinds = zip(self.layer_types, self._isolated(tokens), strict=True)
-        return [
-            rows.rows(lo, hi) if kind == LINEAR else AttentionRecord(rows[0][lo:hi], rows[1][lo:hi])
-            for kind, rows in kinds
-        ]
-
-    def _delta_net(
-        self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool
-    ) -> tuple[Tensor, Written, LinearState]:
-        """A linear layer of a stream: scan up to each compose point, compose, go on.
-
-        Returns the output `[n, hidden]`, the rows, and the end state.
-        """
-        name, n = f"layers.{index}.linear_attn", x.shape[0]
-        heads = self.config["num_heads"]
-        q, k, v = (self._linear(x, f"{name}.{part}_proj").view(n, heads, -1) for part in "qkv")
-        g = self._decays(name, x).expand_as(k)
-        own = torch.arange(n) if fault == "stream_positions" else torch.tensor(stream.positions)
-        queries, keys = self._turned(q, own) / q.shape[-1] ** 0.5, self._turned(k, own)
-        S, begin, outputs = x.new_zeros(heads, k.shape[-1], v.shape[-1]), 0, []
-        for piece in stream.pieces():
-            before = S
-            for t in range(begin, piece.end):
-                S = g[t].exp()[..., None] * S + keys[t][..., None] * v[t][:, None]
-                outputs.append(torch.einsum("hk,hkv->hv", queries[t], S))
-            if piece.island and fault != "island_in_states":
-                S = before
-            begin = piece.end
-            if piece.compose is not None:
-                S = self._composed(S, index, piece.compose, fault, compose_T)
-        y = torch.stack(outputs) if outputs else x.new_zeros(0, *v.shape[1:])
+    def _closed(self, index: int, x: Tensor, y: Tensor) -> Tensor:
+        name = f"layers.{index}.linear_attn"
         norms = [w for part in NORMS if (w := self._weights.get(f"{name}.{part}.weight")) is not None]
-        y = rms_norm(y, norms[0], self.eps).view(n, -1)
+        y = rms_norm(y, norms[0], self.eps).flatten(1)
         if self.config.get("use_output_gate", True):
             y = y * F.silu(self._linear(x, f"{name}.g_proj"))
-        return self._linear(y, f"{name}.o_proj"), Written(k, v, g), LinearState(S, x.new_zeros(0))
-
-    def _composed(
-        self, S: Tensor, index: int, compose: Compose, fault: str | None, compose_T: bool
-    ) -> Tensor:
-        """The interior's tokens written, each at its position; without `compose_T` what was there stays."""
-        lo = 0 if fault == "state_over_head" else compose.lo
-        record = self._record(compose.tokens, lo, compose.hi)[index]
-        at = torch.arange(lo, compose.hi) + (0 if fault == "states_not_moved" else compose.start)
-        total = record.g.sum(0)
-        behind = (total - record.g.cumsum(0)).exp()
-        added = torch.einsum("nhk,nhv->hkv", behind * self._turned(record.k, at), record.v)
-        if fault == "forget_left":
-            return added
-        return added + (S if fault == "no_T" or not compose_T else total.exp()[..., None] * S)
+        return self._linear(y, f"{name}.o_proj")
 
 
 class RetNetOracle(DecayOracle):

@@ -4,7 +4,6 @@ Beside that: norms before and after each branch, offset from 1; embeddings times
 GELU; scores divided by the root of `query_pre_attn_scalar`.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +19,6 @@ class Gemma2Oracle(Oracle):
     """Position-independent caching of a Gemma 2 checkpoint, by definition."""
 
     model_types = ("gemma2",)
-
-    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
-        super().__init__(model_dir, dtype)
-        self.norms_heads = False
 
     def faults(self) -> list[str]:
         return [*SEAM_FAULTS, *ATTENTION_FAULTS, *SOFT_CAP_FAULTS]

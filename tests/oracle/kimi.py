@@ -16,17 +16,16 @@ of a gate of every head or every channel, or of none.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, LATENT_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .mla import MLAOracle, shares_by_groups
-from .olmo import FUSED, ROTATION_FAULTS
-
-LINEAR, FULL = "linear_attention", "full_attention"
+from .faults import ATTENTION_FAULTS, LATENT_FAULTS, ROTATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .mla import BAILING_NAMES, MLAOracle, shares_by_groups
+from .olmo import FUSED
+from .oracle import FULL, LINEAR
 
 
 class KimiDeltaOracle(MLAOracle):
@@ -36,14 +35,13 @@ class KimiDeltaOracle(MLAOracle):
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
-        self._rename()
+        self._multiply()
         for index, kind in enumerate(self.layer_types):
             if kind == LINEAR:
                 self._name_as_qwen(f"layers.{index}.self_attn", f"layers.{index}.linear_attn")
 
-    def _rename(self) -> None:
-        """Weights under the names of DeepSeek's and Qwen3.5's."""
-        raise NotImplementedError
+    def _multiply(self) -> None:
+        """Projections of low rank."""
 
     def _name_as_qwen(self, theirs: str, ours: str) -> None:
         w = self._weights
@@ -55,12 +53,6 @@ class KimiDeltaOracle(MLAOracle):
             w[f"{ours}.{name}.weight"] = w.pop(f"{theirs}.{part}.weight")
         for part in ("A_log", "dt_bias"):
             w[f"{ours}.{part}"] = w.pop(f"{theirs}.{part}").flatten()
-
-    def _renamed(self, **names: str) -> None:
-        """Weights whose paths hold other names for these parts."""
-        for name in list(self._weights):
-            parts = [names.get(part, part) for part in name.split(".")]
-            self._weights[".".join(parts)] = self._weights.pop(name)
 
     def _log_decays(self, name: str, a: Tensor) -> Tensor:
         """`g [n, H, K]` of gates `a [n, H K]`."""
@@ -79,16 +71,16 @@ class KimiOracle(KimiDeltaOracle):
     """Position-independent caching of a Kimi-Linear checkpoint, by definition."""
 
     model_types = ("kimi_linear",)
+    names: ClassVar[dict[str, str]] = {
+        **{"block_sparse_moe": "mlp", "e_score_correction_bias": "expert_bias"},
+        **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
+    }
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
         self.gate_bound = self.config["linear_attn_config"].get("gate_lower_bound")
 
-    def _rename(self) -> None:
-        self._renamed(
-            **{"block_sparse_moe": "mlp", "e_score_correction_bias": "expert_bias"},
-            **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
-        )
+    def _multiply(self) -> None:
         w = self._weights
         for name in [name for name in w if name.endswith((".f_a_proj.weight", ".g_a_proj.weight"))]:
             w[name.replace("_a_", "_")] = w.pop(name.replace("_a_", "_b_")) @ w.pop(name)
@@ -116,13 +108,11 @@ class BailingOracle(KimiDeltaOracle):
     """Position-independent caching of a Bailing V3 checkpoint, by definition."""
 
     model_types = ("bailing_hybrid",)
+    names: ClassVar[dict[str, str]] = BAILING_NAMES
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
         self.gate_bound = self.config["kda_lower_bound"] if self.config["kda_safe_gate"] else None
-
-    def _rename(self) -> None:
-        self._renamed(word_embeddings="embed_tokens", attention="self_attn", dense="o_proj")
 
     def faults(self) -> list[str]:
         return [*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS, *LATENT_FAULTS]

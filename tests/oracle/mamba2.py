@@ -21,17 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .oracle import (
-    AttentionRecord,
-    LinearRecord,
-    LinearState,
-    Oracle,
-    causal_conv,
-    last_rows,
-    rms_norm,
-)
-from .stream import Compose, Stream
+from .delta import Rows
+from .faults import ATTENTION_FAULTS, ROTATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .oracle import FULL, LINEAR, LinearRecord, LinearState, Oracle, causal_conv, last_rows, rms_norm
+from .stream import Stream
 
 Mix = Callable[[Tensor], Tensor]
 """Runs the next mixer."""
@@ -54,8 +47,9 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """A layer's rows: ``x [n, H, P]``, ``d [n, H]`` and its ``decay [n, H]``, ``B, C [n, H, N]``."""
+class Inputs(Rows):
+    """A layer's rows: ``x [n, H, P]``, ``d [n, H]``, ``B, C [n, H, N]`` and its ``decay [n, H, N]``, of some
+    axes perhaps 1."""
 
     x: Tensor
     d: Tensor
@@ -63,39 +57,90 @@ class Inputs:
     B: Tensor
     C: Tensor
 
-    def rows(self, lo: int, hi: int) -> Inputs:
-        return Inputs(*(t[lo:hi] for t in (self.x, self.d, self.decay, self.B, self.C)))
-
 
 def scan(rows: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The recurrence from ``state [H, P, N]``: outputs ``[n, H, P]`` without D, and the end state."""
     outputs = torch.zeros_like(rows.x)
     for t in range(len(rows.x)):
         written = (rows.d[t][:, None] * rows.x[t])[:, :, None] * rows.B[t][:, None, :]
-        state = rows.decay[t][:, None, None] * state + written
+        state = rows.decay[t][:, None] * state + written
         outputs[t] = (state @ rows.C[t][:, :, None])[..., 0]
     return outputs, state
 
 
-class Mamba2Oracle(Oracle):
+class MambaOracle(Oracle):
+    """What Mamba1 and Mamba2 have in common."""
+
+    def faults(self) -> list[str]:
+        """Without rotation, those of rotation do not show, nor without attention those of attention."""
+        kept = [fault for fault in STATE_FAULTS if fault != "T_transposed"]
+        unseen = () if self.inv_freq.numel() else ROTATION_FAULTS
+        attention = [f for f in ATTENTION_FAULTS if FULL in self.layer_types and f not in unseen]
+        return [*SEAM_FAULTS, *kept, *attention]
+
+    @property
+    def _state_shape(self) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    def _name(self, index: int) -> str:
+        """Of a linear layer's weights."""
+        return f"layers.{index}.mamba"
+
+    @property
+    def _reach(self) -> int:
+        index = self.layer_types.index(LINEAR)
+        return int(self._weights[f"{self._name(index)}.conv1d.weight"].shape[-1]) - 1
+
+    def _summary(self, mixed: Tensor, inputs: Inputs, lo: int, hi: int) -> LinearRecord:
+        inner = inputs.rows(lo, hi)
+        _, state = scan(inner, mixed.new_zeros(self._state_shape))
+        return LinearRecord(inner.decay.prod(0)[:, None], state, last_rows(mixed[:hi], self._reach))
+
+    def _carried(self, T: Tensor, S: Tensor) -> Tensor:
+        return T * S
+
+    def _scanned(
+        self,
+        index: int,
+        mixed: Tensor,
+        inputs: Callable[[Tensor, slice], Inputs],
+        stream: Stream,
+        fault: str | None,
+        compose_T: bool,
+    ) -> tuple[Tensor, tuple[Tensor, Inputs], LinearState]:
+        """A layer of a stream: outputs `[n, H, P]`, rows `(pre-conv [n, C], Inputs)` and the end state.
+
+        `inputs` are made of convolved rows, and of the place of these in the stream.
+        """
+        name, w, reach = self._name(index), self._weights, self._reach
+        kernel, bias = w[f"{name}.conv1d.weight"].squeeze(1), w[f"{name}.conv1d.bias"]
+        found, outputs = [], []
+
+        def run(state: LinearState, begin: int, end: int) -> LinearState:
+            own = mixed[begin:end]
+            rows = inputs(causal_conv(own, state.conv, kernel, bias), slice(begin, end))
+            out, S = scan(rows, state.S)
+            found.append(rows)
+            outputs.append(out + w[f"{name}.D"][:, None] * rows.x)
+            return LinearState(S, last_rows(torch.cat((state.conv, own)), reach))
+
+        state = LinearState(mixed.new_zeros(self._state_shape), mixed.new_zeros(reach, mixed.shape[1]))
+        state = self._walk(index, stream, state, run, fault, compose_T)
+        return torch.cat(outputs), (mixed, Inputs.cat(found)), state
+
+
+class Mamba2Oracle(MambaOracle):
     """Position-independent caching of a checkpoint with Mamba2 layers, by definition."""
 
     model_types = ("nemotron_h", "granitemoehybrid", "falcon_h1", "zamba2")
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
-        self.norms_heads = False
         self.sizes: Sizes = self.config["sizes"]
         taken: dict[str, Tensor] = {}
         for index, (_, given) in enumerate(self.config["mixers"]):
             taken |= self._taken(index, given)
         self._weights |= taken
-
-    def faults(self) -> list[str]:
-        kept = [fault for fault in STATE_FAULTS if fault != "T_transposed"]
-        turning = {"wrong_rotation", "rotated_twice", "stream_positions", "separator_positions"}
-        attention = [f for f in ATTENTION_FAULTS if self.inv_freq.numel() or f not in turning]
-        return [*SEAM_FAULTS, *kept, *attention]
 
     # ---- the configuration and the weights -----------------------------------------------------------------
 
@@ -113,7 +158,7 @@ class Mamba2Oracle(Oracle):
     def _taken(self, index: int, given: str) -> dict[str, Tensor]:
         """A mixer's weights under the names that are asked for here, constants multiplied in."""
         c, w, s = self.config, self._weights, self.sizes
-        if c["layer_types"][index] == "linear_attention":
+        if c["layer_types"][index] == LINEAR:
             names = [name for name in w if name.startswith(f"{given}.")]
             taken = {f"layers.{index}.mamba.{name.removeprefix(f'{given}.')}": w[name] for name in names}
             if (by_part := c.get("ssm_multipliers")) is not None:
@@ -134,31 +179,9 @@ class Mamba2Oracle(Oracle):
             taken[name] = taken[name] * factor
         return taken
 
-    # ---- records -------------------------------------------------------------------------------------------
-
-    def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[LinearRecord | AttentionRecord]:
-        key = (tokens, lo, hi)
-        if key not in self._records:
-            layers: list[LinearRecord | AttentionRecord] = []
-            for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True):
-                if kind == "linear_attention":
-                    inner = second.rows(lo, hi)
-                    _, state = scan(inner, first.new_zeros(self._state_shape))
-                    conv = last_rows(first[:hi], self._reach)
-                    layers.append(LinearRecord(inner.decay.prod(0), state, conv))
-                else:
-                    layers.append(AttentionRecord(first[lo:hi], second[lo:hi]))
-            self._records[key] = layers
-        return self._records[key]
-
     @property
     def _state_shape(self) -> tuple[int, int, int]:
         return self.sizes.heads, self.sizes.head_dim, self.sizes.state
-
-    @property
-    def _reach(self) -> int:
-        index = self.layer_types.index("linear_attention")
-        return int(self._weights[f"layers.{index}.mamba.conv1d.weight"].shape[-1]) - 1
 
     # ---- the model -----------------------------------------------------------------------------------------
 
@@ -170,7 +193,7 @@ class Mamba2Oracle(Oracle):
         def mixers() -> Iterator[Tensor]:
             given = yield torch.zeros(0)
             for index, kind in enumerate(self.layer_types):
-                if kind == "linear_attention":
+                if kind == LINEAR:
                     out, rows, state = self._mamba(index, given, stream, fault, compose_T)
                     states.append(state)
                 else:
@@ -240,59 +263,26 @@ class Mamba2Oracle(Oracle):
     def _mamba(
         self, index: int, u: Tensor, stream: Stream, fault: str | None, compose_T: bool
     ) -> tuple[Tensor, tuple[Tensor, Inputs], LinearState]:
-        """A Mamba2 layer of a stream: scan up to each compose point, compose, go on.
-
-        Returns the output `[n, hidden]`, the rows `(pre-conv [n, channels], Inputs)` and the end state.
-        """
-        w, name, s = self._weights, f"layers.{index}.mamba", self.sizes
+        """A Mamba2 layer of a stream: its output `[n, hidden]`, the rows and the end state."""
+        w, name, s = self._weights, self._name(index), self.sizes
         z, mixed, dt = self._linear(u, f"{name}.in_proj").split(
             [s.inner, s.inner + 2 * s.groups * s.state, s.heads], -1
         )
         d = F.softplus(dt + w[f"{name}.dt_bias"])
-        decay = (-w[f"{name}.A_log"].exp() * d).exp()
-        state = LinearState(u.new_zeros(self._state_shape), u.new_zeros(self._reach, mixed.shape[1]))
-        inputs, outputs, begin = [], [], 0
-        for piece in stream.pieces():
-            rows = self._inputs(index, mixed[begin : piece.end], state.conv, d, decay, begin)
-            out, S = scan(rows, state.S)
-            inputs.append(rows)
-            outputs.append(out + w[f"{name}.D"][:, None] * rows.x)
-            conv = last_rows(torch.cat((state.conv, mixed[begin : piece.end])), self._reach)
-            state = LinearState(state.S if piece.island and fault != "island_in_states" else S, conv)
-            begin = piece.end
-            if piece.compose is not None:
-                state = self._compose(state, index, piece.compose, fault, compose_T)
-        y = torch.cat(outputs).flatten(1) * F.silu(z)
+        decay = (-w[f"{name}.A_log"].exp() * d).exp()[..., None]
+
+        def inputs(convolved: Tensor, at: slice) -> Inputs:
+            x, *both = convolved.split([s.inner, s.groups * s.state, s.groups * s.state], -1)
+            repeats = s.heads // s.groups
+            B, C = (t.unflatten(-1, (s.groups, s.state)).repeat_interleave(repeats, 1) for t in both)
+            return Inputs(x.unflatten(-1, (s.heads, s.head_dim)), d[at], decay[at], B, C)
+
+        y, rows, state = self._scanned(index, mixed, inputs, stream, fault, compose_T)
+        y = y.flatten(1) * F.silu(z)
         if s.normed:
             y = rms_norm(y.unflatten(-1, (s.normed, -1)), torch.ones(()), self.eps).flatten(1)
             y = y * w[f"{name}.norm.weight"]
-        columns = zip(*((r.x, r.d, r.decay, r.B, r.C) for r in inputs), strict=True)
-        return self._linear(y, f"{name}.out_proj"), (mixed, Inputs(*map(torch.cat, columns))), state
-
-    def _inputs(
-        self, index: int, mixed: Tensor, context: Tensor, d: Tensor, decay: Tensor, begin: int
-    ) -> Inputs:
-        """Rows behind `context`, convolved and by head."""
-        s, conv = self.sizes, f"layers.{index}.mamba.conv1d"
-        end = begin + len(mixed)
-        found = causal_conv(
-            mixed, context, self._weights[f"{conv}.weight"].squeeze(1), self._weights[f"{conv}.bias"]
-        )
-        x, B, C = found.split([s.inner, s.groups * s.state, s.groups * s.state], -1)
-        B, C = (
-            t.unflatten(-1, (s.groups, s.state)).repeat_interleave(s.heads // s.groups, 1) for t in (B, C)
-        )
-        return Inputs(x.unflatten(-1, (s.heads, s.head_dim)), d[begin:end], decay[begin:end], B, C)
-
-    def _compose(
-        self, state: LinearState, index: int, compose: Compose, fault: str | None, compose_T: bool
-    ) -> LinearState:
-        lo = 0 if fault == "state_over_head" else compose.lo
-        record = self._record(compose.tokens, lo, compose.hi)[index]
-        assert isinstance(record, LinearRecord)
-        T = torch.ones_like(record.T) if fault == "no_T" or not compose_T else record.T
-        carried = torch.zeros_like(state.S) if fault == "forget_left" else T[:, None, None] * state.S
-        return LinearState(carried + record.S, state.conv if fault == "no_conv_tail" else record.conv)
+        return self._linear(y, f"{name}.out_proj"), rows, state
 
     def _embeddings(self) -> Tensor:
         return self._weights[self.config.get("embeddings", "embed_tokens.weight")]
@@ -321,7 +311,7 @@ def _nemotron_h(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite(c: dict[str, Any]) -> dict[str, Any]:
-    names = {"linear_attention": "mamba", "full_attention": "self_attn"}
+    names = {LINEAR: "mamba", FULL: "self_attn"}
     return {
         "mixers": [(kind, f"layers.{i}.{names[kind]}") for i, kind in enumerate(c["layer_types"])],
         "sizes": Sizes(c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"], 1),
@@ -334,7 +324,7 @@ def _granite(c: dict[str, Any]) -> dict[str, Any]:
 def _falcon(c: dict[str, Any]) -> dict[str, Any]:
     mixers = []
     for i in range(c["num_hidden_layers"]):
-        mixers += [("full_attention", f"layers.{i}.self_attn"), ("linear_attention", f"layers.{i}.mamba")]
+        mixers += [(FULL, f"layers.{i}.self_attn"), (LINEAR, f"layers.{i}.mamba")]
     normed = c["mamba_n_groups"] if c["mamba_rms_norm"] else 0
     return {
         "mixers": mixers,
@@ -355,9 +345,9 @@ def _zamba(c: dict[str, Any]) -> dict[str, Any]:
             if len(shared) < c["num_mem_blocks"]:
                 shared.append(f"{name}.shared_transformer")
             attention = f"{shared[block % c['num_mem_blocks']]}.self_attn"
-            mixers.append(("full_attention", f"{attention}+{block}"))
+            mixers.append((FULL, f"{attention}+{block}"))
             block, name = block + 1, f"{name}.mamba_decoder"
-        mixers.append(("linear_attention", f"{name}.mamba"))
+        mixers.append((LINEAR, f"{name}.mamba"))
     head_dim = 2 * c["hidden_size"] // c["num_attention_heads"]
     inner, heads, groups = c["mamba_expand"] * c["hidden_size"], c["n_mamba_heads"], c["mamba_ngroups"]
     return {

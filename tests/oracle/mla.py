@@ -28,6 +28,9 @@ from .faults import ATTENTION_FAULTS, LATENT_FAULTS, SEAM_FAULTS
 from .oracle import Oracle, attend
 from .stream import Stream
 
+BAILING_NAMES = {"word_embeddings": "embed_tokens", "attention": "self_attn", "dense": "o_proj"}
+"""What parts of weights' names are called here, in checkpoints of Bailing."""
+
 
 def rotate_pairs(x: Tensor, positions: Tensor, inv_freq: Tensor, length: float = 1.0) -> Tensor:
     """Rotation of neighbouring pairs, times `length`: `x [n, H, 2 * len(inv_freq)]`, `positions [n]`."""
@@ -109,19 +112,11 @@ class MLAOracle(Oracle):
         row = torch.arange(n)
         own = row if fault == "stream_positions" else torch.tensor(stream.positions)
         keys, latents, visible = [self._rotated(key, own)], [latent], [row[:, None] >= row[None, :]]
-        for compose in stream.composes if fault != "no_public_kv" else ():
-            record = self._record(compose.tokens, compose.lo, compose.hi)[index]
-            for part in compose.shown:
-                offset = torch.arange(part.lo, part.hi)
-                position, raw = compose.start + offset, record.k[offset - compose.lo]
-                if fault == "wrong_rotation":
-                    position = offset
-                elif fault == "rotated_twice":
-                    raw = self._rotated(raw, offset)
-                first_row = part.at - (compose.lo if fault == "early_visibility" else 0)
-                keys.append(raw if fault == "not_rotated" else self._rotated(raw, position))
-                latents.append(record.v[offset - compose.lo])
-                visible.append((row >= first_row)[:, None].expand(n, len(offset)))
+        for public in self._public(index, stream, fault):
+            raw = self._rotated(public.k, public.offset) if fault == "rotated_twice" else public.k
+            keys.append(raw if fault == "not_rotated" else self._rotated(raw, public.position))
+            latents.append(public.v)
+            visible.append((row >= public.first_row)[:, None].expand(n, len(public.offset)))
 
         up = self._linear(torch.cat(latents), f"{name}.kv_b_proj").view(
             -1, heads, q_content.shape[-1] + cfg["v_head_dim"]

@@ -8,10 +8,8 @@ import torch
 
 from vllm_hypic.harness.random_models import (
     SPARE_IDS,
-    SPECIAL_IDS,
     SPECIAL_TOKENS,
     save_hybrid_model,
-    save_model,
     save_text_model,
 )
 
@@ -27,6 +25,7 @@ __all__ = [
 ]
 
 
+SIZES = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHARED_KV: dict[str, dict[str, Any]] = {
     "Gemma3nText": {
@@ -69,22 +68,20 @@ def save_attention_model(
     seed: int = 0,
 ) -> Path:
     """Save a random dense Qwen3 model: full attention in every layer, the whole head rotated."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate or 2 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        vocab_size=vocab,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=tie,
-        **SPECIAL_IDS,
+    fields = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        "vocab_size": vocab,
+        "tie_word_embeddings": tie,
+    }
+    return save_text_model(
+        path, name="Qwen3", fields=fields, max_positions=max_positions, dtype=dtype, seed=seed
     )
-    return save_model(Qwen3ForCausalLM(config), Path(path), dtype, seed, norm_center=1.0)
 
 
 def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int = 0, **given: Any) -> Path:
@@ -95,14 +92,10 @@ def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int 
         "num_kv_shared_layers": 2,
         "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
         "sliding_window": window,
-        "hidden_size": 256,  # its root, by which embeddings are multiplied, is exact in any dtype
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 64,
-        "vocab_size": 512,
+        "hidden_size": 256,  # its root, by which embeddings are multiplied, is exact in any dtype
     }
-    return save_text_model(path, name=name, fields=fields | SHARED_KV[name] | given, seed=seed)
+    return save_text_model(path, name=name, fields=SIZES | fields | SHARED_KV[name] | given, seed=seed)
 
 
 def save_mla_model(
@@ -151,70 +144,40 @@ def save_mla_model(
 
 def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int = 0) -> Path:
     """A random LFM2 in float32, whose layers are of type `conv` and `full_attention`."""
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    config = Lfm2Config(
-        num_hidden_layers=len(layer_types),
-        layer_types=layer_types,
-        hidden_size=128,
-        intermediate_size=256,
-        block_auto_adjust_ff_dim=False,
+    fields = {
+        "hidden_size": 128,
+        "block_auto_adjust_ff_dim": False,
         # As published models have them, and vLLM asks for.
-        block_dim=128,
-        conv_dim=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        vocab_size=512,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,  # vLLM ties them whatever stands here
-        **SPECIAL_IDS,
-    )
-    return save_model(Lfm2ForCausalLM(config), Path(path), torch.float32, seed, norm_center=1.0)
+        "block_dim": 128,
+        "conv_dim": 128,
+        "tie_word_embeddings": True,  # vLLM ties them whatever stands here
+    }
+    return _save_layers(path, "Lfm2", layer_types, fields, dtype=torch.float32, seed=seed)
 
 
 def save_soft_capped_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:
     """A random Gemma 2 whose scores have a standard deviation of 4 before a cap of 3."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config = Gemma2Config(
-        num_hidden_layers=len(layer_types),
-        hidden_size=256,  # its root, by which embeddings are multiplied, is exact in any dtype
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=4,
-        attn_logit_softcapping=3.0,
+    fields = {
+        "hidden_size": 256,  # its root, by which embeddings are multiplied, is exact in any dtype
+        "head_dim": 64,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 3.0,
         # A random model with tied embeddings repeats its last token; capped, that leaves the others a chance.
-        final_logit_softcapping=5.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        vocab_size=512,
-        max_position_embeddings=32768,
-        **SPECIAL_IDS,
-        layer_types=layer_types,
-        sliding_window=window,
-    )
-    return save_model(Gemma2ForCausalLM(config), Path(path), torch.bfloat16, seed, norm_center=0.0)
+        "final_logit_softcapping": 5.0,
+        "sliding_window": window,
+    }
+    return _save_layers(path, "Gemma2", layer_types, fields, norm_center=0.0, seed=seed)
 
 
 def save_windowed_model(path: str | Path, *, window: int, layer_types: list[str], seed: int = 0) -> Path:
     """A random Llama whose layers of type `sliding_attention` have a window of so many tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    fields = {"hidden_size": 128, "head_dim": 64, "sliding_window": window, "tie_word_embeddings": False}
+    return _save_layers(path, "Llama", layer_types, fields, seed=seed)
 
-    config = LlamaConfig(
-        num_hidden_layers=len(layer_types),
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        vocab_size=512,
-        max_position_embeddings=32768,
-        tie_word_embeddings=False,
-        **SPECIAL_IDS,
-        layer_types=layer_types,
-        sliding_window=window,
-    )
-    return save_model(LlamaForCausalLM(config), Path(path), torch.bfloat16, seed, norm_center=1.0)
+
+def _save_layers(
+    path: str | Path, name: str, layer_types: list[str], fields: dict[str, Any], **given: Any
+) -> Path:
+    fields = {"num_hidden_layers": len(layer_types), "layer_types": layer_types} | fields
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return save_text_model(path, name=name, fields=SIZES | rope | fields, **given)

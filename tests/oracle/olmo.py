@@ -16,12 +16,10 @@ from torch import Tensor
 from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
 
 from .delta import DeltaInputs
-from .faults import ATTENTION_FAULTS
-from .oracle import LinearState, Oracle, rms_norm
+from .faults import ROTATION_FAULTS
+from .oracle import FULL, LINEAR, LinearState, Oracle, rms_norm
 from .stream import Stream
 
-ROTATION_FAULTS = {"wrong_rotation", "rotated_twice", "stream_positions", "separator_positions"}
-assert ATTENTION_FAULTS.keys() >= ROTATION_FAULTS
 FUSED = {"in_proj_qkv": ("q_proj", "k_proj", "v_proj"), "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")}
 NAMES = {
     "g_proj": "in_proj_z",
@@ -47,7 +45,7 @@ class OlmoOracle(Oracle):
         self.eps = 1e-5  # of the linear layers' gated norm
         for index, kind in enumerate(self.layer_types):
             name = f"layers.{index}.linear_attn"
-            if kind != "linear_attention":
+            if kind != LINEAR:
                 continue
             for fused, parts in FUSED.items():
                 weights = [self._weights.pop(f"{name}.{part}.weight") for part in parts]
@@ -57,7 +55,7 @@ class OlmoOracle(Oracle):
 
     def faults(self) -> list[str]:
         """Without rotation, those of rotation do not show."""
-        unseen = set() if len(self.inv_freq) else ROTATION_FAULTS
+        unseen = () if len(self.inv_freq) else ROTATION_FAULTS
         return [fault for fault in super().faults() if fault not in unseen]
 
     @staticmethod
@@ -76,7 +74,7 @@ class OlmoOracle(Oracle):
         states: list[LinearState | None] = []
         for index, kind in enumerate(self.layer_types):
             layer = f"layers.{index}"
-            if kind == "linear_attention":
+            if kind == LINEAR:
                 y = self._norm(x, f"{layer}.input_layernorm")
                 y, rows, state = self._delta_net(index, y, stream, fault, compose_T)
                 x = x + y
@@ -135,7 +133,7 @@ def save_olmo_model(
     folder = save_model(model, Path(path), torch.float32, seed, norm_center=1.0)
     # Under the names that vLLM's loader knows; transformers would cut a convolution into three equal parts.
     weights = model.state_dict()
-    for index in [i for i, kind in enumerate(layer_types) if silent and kind == "full_attention"]:
+    for index in [i for i, kind in enumerate(layer_types) if silent and kind == FULL]:
         for norm in ("post_attention_layernorm", "post_feedforward_layernorm"):
             weights[f"model.layers.{index}.{norm}.weight"].zero_()
     for name in [name for name in weights if name.endswith(".conv1d.weight")]:

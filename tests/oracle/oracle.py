@@ -30,9 +30,10 @@ layers may have windows.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,9 @@ from torch import Tensor
 from . import faults
 from .delta import DeltaInputs, interior_summary, scan
 from .faults import FAULTS
-from .stream import WHOLE, Compose, Stream, build_stream
+from .stream import Compose, Stream, build_stream
+
+LINEAR, FULL = "linear_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,18 @@ class AttentionRecord:
 
     k: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True)
+class Public:
+    """Rows of a record that stream tokens from `first_row` on see: unrotated `k` and `v`, their offsets in
+    the segment and their positions in the prompt."""
+
+    k: Tensor
+    v: Tensor
+    offset: Tensor
+    position: Tensor
+    first_row: int
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,8 @@ class Oracle:
     """
 
     model_types: tuple[str, ...] = ("qwen3_5_text", "qwen3", "llama")
+    names: ClassVar[dict[str, str]] = {}
+    """What parts of weights' names are called here."""
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         path = Path(model_dir)
@@ -134,9 +151,8 @@ class Oracle:
             raise ValueError(f"the oracle does not know model type {config['model_type']!r}")
         # Qwen3.5 stores norms as an offset from 1 and doubles q_proj with an output gate; Qwen3 does neither.
         self.is_qwen35 = config["model_type"] == "qwen3_5_text"
-        self.norms_heads = config["model_type"] != "llama"
         self.layer_types: list[str] = config["layer_types"]
-        known = {"linear_attention", "full_attention", "sliding_attention"}
+        known = {LINEAR, FULL, "sliding_attention"}
         if set(self.layer_types) - known or config["hidden_act"] != "silu":
             raise ValueError("the oracle knows full, sliding and linear attention with silu only")
         self.eps = config["rms_norm_eps"]
@@ -153,45 +169,17 @@ class Oracle:
         segments: Sequence[Sequence[int]],
         query: Sequence[int],
         *,
-        head: int = 8,
-        tail: int = 8,
-        anchor: int = 0,
-        context: Sequence[int] = (),
-        islands: Mapping[int, Sequence[tuple[int, int]]] = {},
-        island_runs: tuple[int, int] = WHOLE,
         fault: str | None = None,
         compose_T: bool = True,
-        generated: Sequence[int] = (),
-        in_stream: Iterable[int] = (),
-        leading_in_stream: bool = False,
+        **layout: Any,
     ) -> Tensor:
         """Log-probabilities `[vocab]` of the token that follows the query and what has been `generated`.
 
-        Records are made behind `context` and the first `anchor` tokens of `leading`; `islands` are row ranges
-        of segments' interiors, by index, that the stream computes. In linear layers each is run from the
-        state where its interior begins, which goes on behind it as it was: in runs that end at multiples of
-        `island_runs[0]` in the stream, and after `island_runs[1]` tokens. `in_stream` names segments, by
-        index, that are computed in the stream (too short, or not fitting); `leading_in_stream` says it of the
-        leading segment. `compose_T=False` is the naive method, T = identity. `fault` plants one of `FAULTS`,
-        or of those of contexts and islands.
+        `layout`: options of :func:`.stream.build_stream`. `compose_T=False` is the naive method, T is 1;
+        `fault` plants one of `FAULTS`, or of those of contexts and islands.
         """
-        hidden, _ = self._run(
-            leading,
-            segments,
-            query,
-            head=head,
-            tail=tail,
-            anchor=anchor,
-            context=context,
-            islands=islands,
-            island_runs=island_runs,
-            fault=fault,
-            compose_T=compose_T,
-            generated=generated,
-            in_stream=in_stream,
-            leading_in_stream=leading_in_stream,
-        )
-        return self._logprobs(hidden[-1])
+        options = {"fault": fault, "compose_T": compose_T}
+        return self._logprobs(self._run(leading, segments, query, **options, **layout)[0][-1])
 
     def state_after(self, leading, segments, query, **options) -> list[LinearState | None]:
         """Each layer's state after the stream's last token and compose point (None for full attention).
@@ -220,8 +208,8 @@ class Oracle:
         """The faults that can show in this model: those of the layer kinds it has."""
         kinds = set(self.layer_types)
         names = list(faults.SEAM_FAULTS)
-        names += faults.STATE_FAULTS if "linear_attention" in kinds else []
-        names += faults.ATTENTION_FAULTS if kinds - {"linear_attention"} else []
+        names += faults.STATE_FAULTS if LINEAR in kinds else []
+        names += faults.ATTENTION_FAULTS if kinds - {LINEAR} else []
         return names
 
     # ---- records -------------------------------------------------------------------------------------------
@@ -238,17 +226,19 @@ class Oracle:
         """Summarise rows `[lo, hi)` of a segment's isolated run, layer by layer."""
         key = (tokens, lo, hi)
         if key not in self._records:
-            layers: list[LinearRecord | AttentionRecord] = []
-            for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True):
-                if kind != "linear_attention":
-                    layers.append(AttentionRecord(first[lo:hi], second[lo:hi]))
-                else:
-                    transition, state = interior_summary(second.rows(lo, hi))
-                    # Where the interior is shorter than k-1 rows, the rows before it complete the context.
-                    conv = last_rows(first[:hi], self.config["linear_conv_kernel_dim"] - 1)
-                    layers.append(LinearRecord(transition, state, conv))
-            self._records[key] = layers
+            self._records[key] = [
+                self._summary(first, second, lo, hi)
+                if kind == LINEAR
+                else AttentionRecord(first[lo:hi], second[lo:hi])
+                for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True)
+            ]
         return self._records[key]
+
+    def _summary(self, mixed: Tensor, inputs: DeltaInputs, lo: int, hi: int) -> LinearRecord:
+        """What rows `[lo, hi)` of an isolated run leave in a linear layer."""
+        # Where the interior is shorter than k-1 rows, the rows before it complete the context.
+        conv = last_rows(mixed[:hi], self.config["linear_conv_kernel_dim"] - 1)
+        return LinearRecord(*interior_summary(inputs.rows(lo, hi)), conv)
 
     # ---- the model -----------------------------------------------------------------------------------------
 
@@ -282,7 +272,7 @@ class Oracle:
         states: list[LinearState | None] = []
         for index, kind in enumerate(self.layer_types):
             y = self._norm(x, f"layers.{index}.input_layernorm")
-            if kind != "linear_attention":
+            if kind != LINEAR:
                 y, rows = self._attention(index, y, stream, fault)
                 states.append(None)
             else:
@@ -306,7 +296,7 @@ class Oracle:
             q, gate = q[..., :dim], q[..., dim:]
         k = self._linear(x, f"{name}.k_proj").view(n, -1, dim)
         v = self._linear(x, f"{name}.v_proj").view(n, -1, dim)
-        if self.norms_heads:
+        if f"{name}.q_norm.weight" in self._weights:
             q, k = self._norm(q, f"{name}.q_norm"), self._norm(k, f"{name}.k_norm")
         window = self.config["sliding_window"] if self.layer_types[index] == "sliding_attention" else None
 
@@ -317,29 +307,29 @@ class Oracle:
         if window is not None:
             at = row if fault == "stream_windows" else own
             visible[0] &= at[:, None] - at[None, :] < window
-        for compose in stream.composes if fault != "no_public_kv" else ():
-            record = self._record(compose.tokens, compose.lo, compose.hi)[index]
-            for part in compose.shown:
-                offset = torch.arange(part.lo, part.hi)
-                position = compose.start + offset
-                if fault == "wrong_rotation":
-                    position = offset
-                elif fault == "rotated_twice":
-                    position = position + offset
-                first_row = part.at
-                if fault == "early_visibility":
-                    first_row -= compose.lo
-                rows = offset - compose.lo
-                keys.append(rotate(record.k[rows], position, self.inv_freq))
-                values.append(record.v[rows])
-                visible.append((row >= first_row)[:, None].expand(n, len(offset)))
-                if window is not None and fault != "public_without_windows":
-                    visible[-1] = visible[-1] & (own[:, None] - position[None, :] < window)
+        for public in self._public(index, stream, fault):
+            position = public.position + (public.offset if fault == "rotated_twice" else 0)
+            keys.append(rotate(public.k, position, self.inv_freq))
+            values.append(public.v)
+            visible.append((row >= public.first_row)[:, None].expand(n, len(position)))
+            if window is not None and fault != "public_without_windows":
+                visible[-1] = visible[-1] & (own[:, None] - position[None, :] < window)
         q = rotate(q, own, self.inv_freq)
         y = self._attend(q, keys, values, visible, fault)
         if gate is not None:
             y = y * gate.sigmoid()
         return self._linear(y.reshape(n, -1), f"{name}.o_proj"), (k, v)
+
+    def _public(self, index: int, stream: Stream, fault: str | None) -> Iterator[Public]:
+        """What a stream reads of records in a full-attention layer."""
+        for compose in stream.composes if fault != "no_public_kv" else ():
+            record = self._record(compose.tokens, compose.lo, compose.hi)[index]
+            for part in compose.shown:
+                offset = torch.arange(part.lo, part.hi)
+                position = offset + (0 if fault == "wrong_rotation" else compose.start)
+                first_row = part.at - (compose.lo if fault == "early_visibility" else 0)
+                rows = offset - compose.lo
+                yield Public(record.k[rows], record.v[rows], offset, position, first_row)
 
     def _attend(self, q, keys: list[Tensor], values: list[Tensor], visible, fault) -> Tensor:
         """One softmax over the stream's own columns, which stand first, and those of records."""
@@ -373,6 +363,22 @@ class Oracle:
             outputs.append(out)
             return LinearState(S, last_rows(torch.cat((state.conv, mixed[begin:end])), width - 1))
 
+        state = self._walk(index, stream, state, run, fault, compose_T)
+        y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * self._opening(z)
+        kept = (mixed, DeltaInputs.cat(inputs))
+        return self._linear(y.reshape(n, -1), f"{name}.out_proj"), kept, state
+
+    def _walk(
+        self,
+        index: int,
+        stream: Stream,
+        state: LinearState,
+        run: Callable[[LinearState, int, int], LinearState],
+        fault: str | None,
+        compose_T: bool,
+    ) -> LinearState:
+        """A linear layer's end state: `run` moves a state on over stream tokens `[begin, end)`, and compose
+        points apply records."""
         begin = 0
         for piece in stream.pieces():
             after = run(state, begin, piece.end)
@@ -381,9 +387,7 @@ class Oracle:
             begin = piece.end
             if piece.compose is not None:
                 state = self._compose(state, index, piece.compose, fault, compose_T)
-        y = rms_norm(torch.cat(outputs), w[f"{name}.norm.weight"], self.eps) * self._opening(z)
-        kept = (mixed, DeltaInputs.cat(inputs))
-        return self._linear(y.reshape(n, -1), f"{name}.out_proj"), kept, state
+        return state
 
     def _log_decays(self, name: str, a: Tensor) -> Tensor:
         """`g [n, HV]` of gates `a [n, HV]`."""
@@ -409,14 +413,18 @@ class Oracle:
         """`S <- T S + S_C`; the conv context becomes the record's."""
         lo = 0 if fault == "state_over_head" else compose.lo
         record = self._record(compose.tokens, lo, compose.hi)[index]
-        carried = record.T @ state.S
+        carried = self._carried(record.T, state.S)
         if fault == "no_T" or not compose_T:
             carried = state.S
         elif fault == "forget_left":
             carried = torch.zeros_like(state.S)
         elif fault == "T_transposed":
-            carried = record.T.mT @ state.S
+            carried = self._carried(record.T.mT, state.S)
         return LinearState(carried + record.S, state.conv if fault == "no_conv_tail" else record.conv)
+
+    def _carried(self, T: Tensor, S: Tensor) -> Tensor:
+        """A state behind a transition."""
+        return T @ S
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
         """The gated MLP of a layer."""
@@ -460,7 +468,8 @@ class Oracle:
         weights: dict[str, Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
-                weights[name.removeprefix("model.").removeprefix("language_model.")] = tensor.to(self.dtype)
+                parts = name.removeprefix("model.").removeprefix("language_model.").split(".")
+                weights[".".join(self.names.get(part, part) for part in parts)] = tensor.to(self.dtype)
         if not weights:
             raise FileNotFoundError(f"no safetensors file in {path}")
         return weights

@@ -5,34 +5,14 @@
 The state is the last k - 1 rows of x, and a record is these rows of its interior.
 """
 
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .faults import ATTENTION_FAULTS, SEAM_FAULTS
-from .oracle import (
-    AttentionRecord,
-    LinearRecord,
-    LinearState,
-    Oracle,
-    last_rows,
-)
+from .oracle import LinearRecord, LinearState, Oracle, last_rows
 from .stream import Stream
-
-NAMES = {
-    "embedding_norm": "norm",
-    "operator_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
-    "self_attn.out_proj": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-}
-"""Of weights, as Qwen3 calls them."""
 
 
 class ShortConvOracle(Oracle):
@@ -40,9 +20,18 @@ class ShortConvOracle(Oracle):
 
     model_types = ("lfm2",)
 
-    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
-        super().__init__(model_dir, dtype)
-        self._weights = {self._renamed(name): weight for name, weight in self._weights.items()}
+    names: ClassVar[dict[str, str]] = {
+        "embedding_norm": "norm",
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "q_layernorm": "q_norm",
+        "k_layernorm": "k_norm",
+        "out_proj": "o_proj",
+        "feed_forward": "mlp",
+        "w1": "gate_proj",
+        "w2": "down_proj",
+        "w3": "up_proj",
+    }
 
     def faults(self) -> list[str]:
         return [*SEAM_FAULTS, *ATTENTION_FAULTS, "no_conv_tail"]
@@ -59,24 +48,12 @@ class ShortConvOracle(Oracle):
         }
         return config | known
 
-    @staticmethod
-    def _renamed(name: str) -> str:
-        for theirs, ours in NAMES.items():
-            name = name.replace(f"{theirs}.", f"{ours}.")
-        return name
+    def _summary(self, rows: Tensor, reach: int, lo: int, hi: int) -> LinearRecord:
+        nothing = rows.new_zeros(0)
+        return LinearRecord(nothing, nothing, last_rows(rows[lo:hi], reach))
 
-    def _record(self, tokens: tuple[int, ...], lo: int, hi: int) -> list[LinearRecord | AttentionRecord]:
-        key = (tokens, lo, hi)
-        if key not in self._records:
-            layers: list[LinearRecord | AttentionRecord] = []
-            for kind, (first, second) in zip(self.layer_types, self._isolated(tokens), strict=True):
-                if kind == "linear_attention":
-                    nothing = first.new_zeros(0)
-                    layers.append(LinearRecord(nothing, nothing, last_rows(first[lo:hi], second)))
-                else:
-                    layers.append(AttentionRecord(first[lo:hi], second[lo:hi]))
-            self._records[key] = layers
-        return self._records[key]
+    def _carried(self, T: Tensor, S: Tensor) -> Tensor:
+        return S
 
     def _delta_net(
         self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool
@@ -86,13 +63,14 @@ class ShortConvOracle(Oracle):
         B, C, h = self._linear(x, f"{name}.in_proj").chunk(3, -1)
         kernel, rows = self._weights[f"{name}.conv.weight"].squeeze(1), B * h
         reach = kernel.shape[1] - 1
-        context, outputs, begin = rows.new_zeros(reach, rows.shape[1]), [], 0
-        for compose in (*stream.composes, None):
-            end = len(rows) if compose is None else compose.at
-            seen = torch.cat((context, rows[begin:end]))
+        nothing, outputs = rows.new_zeros(0), []
+
+        def run(state: LinearState, begin: int, end: int) -> LinearState:
+            seen = torch.cat((state.conv, rows[begin:end]))
             outputs.append(sum(seen[j : j + end - begin] * kernel[:, j] for j in range(reach + 1)))
-            context, begin = last_rows(seen, reach), end
-            if compose is not None and fault != "no_conv_tail":
-                context = self._record(compose.tokens, compose.lo, compose.hi)[index].conv
-        y = self._linear(C * torch.cat(outputs), f"{name}.out_proj")
-        return y, (rows, reach), LinearState(rows.new_zeros(0), context)
+            return LinearState(nothing, last_rows(seen, reach))
+
+        state = LinearState(nothing, rows.new_zeros(reach, rows.shape[1]))
+        state = self._walk(index, stream, state, run, fault, compose_T)
+        y = self._linear(C * torch.cat(outputs), f"{name}.o_proj")
+        return y, (rows, reach), state

@@ -29,7 +29,7 @@ class Compose:
 
 
 WHOLE = (1 << 62, 1 << 62)
-"""Islands are run whole: see `Oracle.next_token_logprobs`."""
+"""Islands are run whole: see `build_stream`."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,15 @@ def build_stream(
     fault: str | None = None,
 ) -> Stream:
     """Lay a prompt out as a stream; records are made behind `context` and the first `anchor` tokens of
-    `leading`. `islands`: of segments, by index, the row ranges `[lo, hi)` of their interiors to compute.
+    `leading`.
 
-    A segment with no interior (`n <= head + tail`) has nothing to reuse: it is computed in the stream like
-    the segments named in `in_stream`.
+    `islands`: of segments, by index, the row ranges `[lo, hi)` of their interiors that the stream computes.
+    In linear layers each is run from the state where its interior begins, which goes on behind it as it was:
+    in runs that end at multiples of `island_runs[0]` in the stream, and after `island_runs[1]` tokens.
+
+    `in_stream` names segments, by index, that are computed in the stream (too short, or not fitting);
+    `leading_in_stream` says it of the leading segment. A segment with no interior (`n <= head + tail`) has
+    nothing to reuse, and is computed there, too.
     """
     in_stream, before = set(in_stream), (*context, *leading[:anchor])
     tokens: list[int] = []

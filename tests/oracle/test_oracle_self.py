@@ -5,7 +5,9 @@ position-independent caching is exact by theorem; and planted faults, which must
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +34,33 @@ def divergence(p: Tensor, q: Tensor) -> float:
 
 
 def transformers_logprobs(
-    path: Path, tokens: list[int], dtype: torch.dtype = torch.float32, **inputs
+    path: Path,
+    tokens: list[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    mend: Callable[[Any], None] | None = None,
+    changed: dict[str, Any] | None = None,
+    **inputs: Any,
 ) -> Tensor:
-    """Log-probabilities `[n, vocab]` of transformers' own model, its arithmetic in `dtype`."""
-    from transformers import Qwen3ForCausalLM
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+    """Log-probabilities `[n, vocab]` of transformers' own model, its arithmetic in `dtype`.
+
+    `changed`: fields of its configuration; `mend` is given the model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    cls = Qwen3_5ForCausalLM if Oracle(path).is_qwen35 else Qwen3ForCausalLM
-    model = cls.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    config = AutoConfig.from_pretrained(path)
+    for name, value in (changed or {}).items():
+        setattr(config, name, value)
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=dtype, output_loading_info=True, **eager
+    )
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    if mend is not None:
+        mend(model)
     with torch.no_grad():
-        return model(torch.tensor(tokens)[None], **inputs).logits[0].double().log_softmax(-1)
+        return model.eval()(torch.tensor(tokens)[None], **inputs).logits[0].double().log_softmax(-1)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
-"""Tiny random checkpoints of the models that have Mamba2 layers, every multiplier of theirs in use."""
+"""Tiny random checkpoints of the models that have Mamba1 and Mamba2 layers, every multiplier in use."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,37 @@ COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
     **SPECIAL_IDS,
 }
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+JAMBA: dict[str, Any] = {
+    # Attention in the second of every two layers, without rotation.
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    **HEADS,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 16,
+    "mamba_dt_rank": 8,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+"""Jamba's mixture, in the second of every two layers."""
+MAMBA_ALONE: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "state_size": 16,
+    "time_step_rank": 8,
+}
+MAMBA1: dict[str, dict[str, Any]] = {
+    "Jamba": JAMBA,
+    "Mamba": MAMBA_ALONE,
+    "FalconMamba": MAMBA_ALONE,
+}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LINEAR, FULL = "linear_attention", "full_attention"
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+MAMBA2: dict[str, dict[str, Any]] = {
     # Two groups of B and C; no rotation; MLPs are layers of their own.
     "NemotronH": {
         "layers_block_type": [LINEAR, "mlp", FULL, LINEAR, LINEAR, FULL],
@@ -83,11 +106,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,  # vLLM ties them whatever stands here
     },
 }
-WITHOUT_ATTENTION = {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 2}
+MAMBA2_ALONE = {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 2}
 """Of pure Mamba2."""
 
 
-def save_mamba2_model(
+def save_mamba_model(
     path: str | Path,
     name: str,
     *,
@@ -99,14 +122,19 @@ def save_mamba2_model(
     """A random model of transformers' ``<name>Config``; ``silent``: parts of names of weights that are 0."""
     import transformers
 
-    given = COMMON | (WITHOUT_ATTENTION if name == "Mamba2" else ARCHITECTURES[name]) | fields
+    given = COMMON | (MAMBA1[name] if name in MAMBA1 else HEADS | MAMBA2.get(name, MAMBA2_ALONE)) | fields
     config = getattr(transformers, f"{name}Config")(**given)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if not silent:
-        return save_model(model, Path(path), dtype, seed, norm_center=1.0)
     save_model(model, Path(path), torch.float32, seed, norm_center=1.0)
+    rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
+            if key.endswith("dt_proj.bias"):  # softplus^-1 of a step that is log-uniform in [1e-3, 1e-1]
+                step = torch.empty_like(weight).uniform_(math.log(1e-3), math.log(1e-1), generator=rng).exp()
+                weight.copy_(step + torch.log(-torch.expm1(-step)))
+            if key.endswith("A_log") and name in MAMBA1:
+                # Rates of which some forget in a token and some in a thousand.
+                weight.uniform_(math.log(0.2), math.log(16), generator=rng)
             if any(part in key for part in silent):
                 weight.zero_()
     model.to(dtype).save_pretrained(path)

@@ -1,0 +1,318 @@
+"""Layer operators of every linear family, in C++ and in PyTorch, against the float64 token loop, amid poison.
+
+`kinds.py` has a row for each. Tolerances are relative Frobenius errors: layers say them, and
+`test_layer_operators` those of the gated delta rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_hypic.backends.ops.program import Mode
+
+from . import decaying
+from .decaying import ADD, NONE, REPLACE, TRANSITION, check_parts, composition, steps_of, walks_around_islands
+from .inputs import relative
+from .kinds import BF16, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
+from .layers import PAD, SLOTS, Segment, packed, run_compose, run_segments
+from .test_layer_operators import T_FP16
+
+SINGLE = 1e-6
+"""What float32 holds of an island's state."""
+
+
+@served(lambda kind: [*product(kind.shapes, kind.dtypes)])
+def test_segments(kind: Kind, module: str, given: tuple[Any, torch.dtype]) -> None:
+    """All sizes packed, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
+    shape, dtype = given
+    for sizes in kind.sizes:
+        tokens, segments = packed(sizes, kind.windows)
+        kind.check_segments(module, kind.inputs.Layer.make(shape, tokens, dtype), segments)
+
+
+@served(lambda kind: [*product([kind.small], [d for d in kind.dtypes if d != BF16], kind.cuts)])
+def test_segments_in_several_passes(
+    kind: Kind, module: str, given: tuple[Any, torch.dtype, Sequence[int]]
+) -> None:
+    """Cuts before the interior, at its edges, inside, and behind it."""
+    _, dtype, cuts = given
+    n = kind.tokens
+    layer = kind.make("passes", n + 50, dtype=dtype)
+    segments = [
+        Segment(0, 0, n, 8, n - 8, 1),
+        Segment(2, n, 30, 0, 30, 3),
+        Segment(1, n + 30, 20, 0, 20, 0, True),
+    ]
+    whole = layer.copy()
+    kind.check_segments(module, layer, segments, *cuts)
+    if kind.one_pass and module == "native":
+        run_segments(kind.operators(module), whole, segments)
+        assert torch.equal(layer.records.state[[0, 1, 3]], whole.records.state[[0, 1, 3]])
+        assert torch.equal(layer.outputs(0, n + 50), whole.outputs(0, n + 50))
+    if cuts[-1] < 8:
+        carried = next(iter(vars(layer.carries[0]).values()))
+        assert carried.isnan().all(), "nothing to carry before the interior"
+
+
+@MODULES
+@each()
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(1, 150),
+    window=st.integers(0, 9),
+    tail=st.booleans(),
+    cuts=st.sets(st.integers(1, 149), max_size=5),
+    seed=st.integers(0, 1 << 16),
+)
+def test_any_segment_in_any_passes(
+    kind: Kind, module: str, tokens: int, window: int, tail: bool, cuts: set[int], seed: int
+) -> None:
+    lo = min(window, tokens - 1)
+    hi = max(lo + 1, tokens - window) if tail else tokens
+    layer = kind.make("any passes", tokens, seed=seed)
+    kind.check_segments(
+        module, layer, [Segment(0, 0, tokens, lo, hi, 2)], *sorted(c for c in cuts if c < tokens)
+    )
+
+
+@MODULES
+@pytest.mark.parametrize(("kind", "what"), [
+    pytest.param(kind, what, id=f"{name}-{what}") for name, kind in KINDS.items() for what in kind.broken
+])  # fmt: skip
+def test_what_is_no_number_is_not_passed_over(kind: Kind, what: str, module: str) -> None:
+    """From the broken token on everything is NaN; chunks before it do not change."""
+    n, at = kind.tokens, 3 * kind.tokens // 4
+    right, wrong = (kind.make("broken", n) for _ in range(2))
+    getattr(wrong.x, what)[PAD + at] = torch.nan
+    for layer in (right, wrong):
+        run_segments(kind.operators(module), layer, [Segment(0, 0, n, 8, n - 8, 1)])
+    assert wrong.outputs(at, at + 1).isnan().all()
+    if kind.broken[what]:
+        assert wrong.outputs(at, n).isnan().all() and wrong.state(0).isnan().all()
+        assert wrong.records.state[1].isnan().all()
+    before = at // kind.chunk * kind.chunk
+    assert before and torch.equal(wrong.outputs(0, before), right.outputs(0, before))
+
+
+@MODULES
+@pytest.mark.parametrize(("kind", "value"), [
+    pytest.param(kind, value, id=f"{name}-{value}") for name, kind in KINDS.items() for value in kind.extremes
+])  # fmt: skip
+def test_extreme_decays(kind: Kind, value: float, module: str) -> None:
+    n = kind.tokens - 20
+    layer = kind.extreme(kind.make("extremes", n), value)
+    kind.check_segments(module, layer, [Segment(0, 0, n, 8, n - 8, 1)])
+    if kind.folder == "gated_delta":
+        assert (layer.records.block_of[1] < 0).all() == (value <= -0.5)
+
+
+# ----------------------------------------------------------------------------- composed requests
+
+
+@served(lambda kind: kind.caches)
+def test_compose(kind: Kind, module: str, given: tuple[Any, torch.dtype, torch.dtype]) -> None:
+    layer, requests = kind.composed(*given)
+    kind.check_composed(module, layer, requests)
+    assert all(held[int(layer.caches.slots[3])].isnan().all() for held in [*vars(layer.caches).values()][1:])
+
+
+@MODULES
+@each()
+def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
+    """The state of the same walk without them; were they kept, the record would find them in it."""
+    layer = kind.make("islands", 103)
+    plain, ours, kept = walks_around_islands(kind.operators(module), layer, kind.shifts)
+    if kind.same_bits or module == "native":
+        assert torch.equal(ours.state(0), plain.state(0))
+    assert relative(ours.state(0), plain.state(0)) < SINGLE
+    assert kind.name not in CONVOLVED or torch.equal(ours.context(0), plain.context(0))
+    assert relative(kept.state(0), plain.state(0)) > 100 * SINGLE
+
+
+@MODULES
+@each(DECAYING)
+@pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
+def test_what_a_mode_does_not_need_is_not_read(kind: Kind, module: str, mode: Mode) -> None:
+    layer = kind.make("modes", 20)
+    layer.random_record(0, 0)
+    layer.added_up()[0] = torch.nan
+    kind.check_composed(module, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
+
+
+@MODULES
+@each(DECAYING)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), resumed=st.booleans(), seed=st.integers(0, 1 << 16))
+def test_any_composition(kind: Kind, module: str, data: st.DataObject, resumed: bool, seed: int) -> None:
+    """Operations of any kind in any order, beside another request."""
+    tokens, requests = composition(data.draw(steps_of(kind.longest)), resumed)
+    layer = kind.make("any composition", tokens, seed=seed)
+    for slot in range(3):
+        layer.random_record(slot, slot)
+    layer.resume(1)
+    kind.check_composed(module, layer, requests)
+
+
+@MODULES
+@each()
+def test_one_token_at_a_time(kind: Kind, module: str) -> None:
+    """Passes of one token, as in decoding, give what one pass gives."""
+    layer = kind.make("tokens", 12)
+    exact = layer.exact()
+    run_compose(kind.operators("reference"), exact, [(0, False, [(0, 12, -1, NONE)])], [0])
+    for t in range(12):
+        run_compose(kind.operators(module), layer, [(0, t > 0, [(t, 1, -1, NONE)])], [0])
+    kind.checks.check_composed(layer, exact, [(0, True, [(0, 12, -1, NONE)])])
+
+
+# ----------------------------------------------------------------------------- laws
+
+
+@LAWFUL
+@each(DECAYING)
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 64, 2), (65, 1, 130)], ids=str)
+def test_records_of_parts_make_that_of_the_whole(kind: Kind, module: str, lengths: tuple[int, ...]) -> None:
+    without = check_parts(kind.operators(module), lambda n: kind.make("parts", n, dtype=F64), lengths)
+    forgotten = kind.folder == "decay_attention" and sum(lengths) > 100
+    assert without > 1e-3 or forgotten, "leaving T out must not go unnoticed"
+
+
+@pytest.mark.parametrize(("kind", "module"), [
+    pytest.param(kind, module, id=f"{name}-{IDS[module]}")
+    for name, kind in KINDS.items() if "decay" not in name
+    for module in ("torch", "reference" if kind in DECAYING.values() else "native")
+])  # fmt: skip
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    window=st.integers(0, 5),
+    seed=st.integers(0, 1 << 16),
+)
+def test_composition_is_one_scan(kind: Kind, module: str, lengths: list[int], window: int, seed: int) -> None:
+    """Records of a text's pieces, and the windows between them: outputs and state of one scan.
+
+    Pieces lie apart by their windows, and each record is captured behind its right context, so the law holds
+    exactly; where T is stored in fp16, to that.
+    """
+    total = sum(n + window for n in lengths)
+    layer = kind.make("scan", total, seed=seed, dtype=F64 if F64 in kind.dtypes else F32)
+    whole, operators = layer.exact(), kind.operators(module)
+    run_compose(kind.operators("reference"), whole, [(0, False, [(0, total, -1, NONE)])])
+    operations, at = [], 0
+    for slot, n in enumerate(lengths):
+        # Run the text up to the interior, so that a convolution sees what stands before it, then record it.
+        run_segments(operators, layer, [Segment(1, 0, at + window + n, at + window, at + window + n, slot)])
+        operations.append((at, window, slot, TRANSITION))
+        at += window + n
+    operations.append((at, 0, -1, NONE))
+    layer.out.fill_(torch.nan)
+    run_compose(operators, layer, [(0, False, operations)])
+    if kind in DECAYING.values():
+        whole.out[layer.out.isnan()] = torch.nan
+        decaying.check_composed(layer, whole, [(0, False, operations)])
+        return
+    assert relative(layer.state(0), whole.state(0)) < T_FP16
+    assert torch.equal(layer.context(0), whole.context(0))
+    if len(lengths) > 1 and window:
+        naive = [(a, n, s, ADD if m == TRANSITION else m) for a, n, s, m in operations]
+        run_compose(operators, layer, [(0, False, naive)])
+        assert relative(layer.state(0), whole.state(0)) > 5 * T_FP16, "leaving T out must not go unnoticed"
+
+
+@MODULES
+@each({name: kind for name, kind in DECAYING.items() if name != "constant-decay"})
+def test_sums_of_a_long_segment(kind: Kind, module: str) -> None:
+    """32k tokens in passes of 1000: T is zero even in float64, the sum that is its logarithm is exact."""
+    tokens = 32_000
+    layer = kind.make("long", tokens)
+    if kind.name == "mamba1":
+        layer = layer.with_steps(-1.5)
+        layer.x.dt.uniform_(-1, 1, generator=torch.Generator().manual_seed(3))
+    segment = Segment(0, 0, tokens, 2, tokens, 1)
+    run_segments(kind.operators(module), layer, [segment], list(range(1000, tokens, 1000)))
+    summands = layer.summands(2, tokens)
+    exact = summands.sum(0)
+    assert (exact.abs() > 1000).all() and (layer.transition(1) == 0).all()
+    torch.testing.assert_close(layer.added_up()[1].double(), exact, rtol=1e-7, atol=0)
+    # What a sum in float32 would leave of it.
+    single = torch.zeros_like(exact, dtype=F32)
+    for step in summands.float():
+        single += step
+    assert relative(single, exact) > 1e-7
+    assert layer.records.state[1].isfinite().all()
+
+
+# ----------------------------------------------------------------------------- threads, layouts, arguments
+
+
+@each()
+def test_threads_change_no_bit(kind: Kind) -> None:
+    """More tasks than threads, several times: threads that shared scratch memory would be seen."""
+    threads, worlds, native = torch.get_num_threads(), [], kind.operators("native")
+    n = kind.tokens + 100
+    try:
+        for count in (1, 4, 4, 4, 16):
+            torch.set_num_threads(count)
+            layer = kind.make("threads", 2 * n, dtype=BF16)
+            run_segments(native, layer, [Segment(i, n * i, n, 8, n - 8, i) for i in range(2)], [100])
+            requests = [(3, False, [(0, n, 0, TRANSITION), (n, n, 1, TRANSITION)])]
+            run_compose(native, layer, requests, [0, 0])
+            worlds.append(layer)
+    finally:
+        torch.set_num_threads(threads)
+    one, *others = worlds
+    for other in others:
+        assert torch.equal(one.outputs(0, 2 * n), other.outputs(0, 2 * n))
+        for mine, theirs in ((one.caches, other.caches), (one.records, other.records)):
+            for name, held in vars(mine).items():
+                assert torch.equal(held.nan_to_num(), getattr(theirs, name).nan_to_num()), name
+
+
+@MODULES
+@each({name: KINDS[name] for name in CONVOLVED})
+def test_dimension_first_conv_caches(kind: Kind, module: str) -> None:
+    """vLLM can keep the convolution's rows innermost: one layout must give the other's bits."""
+    operators, layer = kind.operators(module), kind.make("layouts", 60, dtype=BF16)
+    layer.random_record(0, 0)
+    other = layer.copy()
+    turned = other.caches.conv.transpose(1, 2).contiguous().transpose(1, 2)
+    other = replace(other, caches=replace(other.caches, conv=turned))
+    assert turned.stride() != layer.caches.conv.contiguous().stride()
+    for world in (layer, other):
+        run_segments(operators, world, [Segment(0, 0, 30, 8, 22, 1)], [2, 14])
+        run_compose(operators, world, [(1, False, [(30, 2, 0, TRANSITION)])])
+        run_compose(operators, world, [(1, True, [(32, 8, 0, TRANSITION), (40, 2, -1, NONE)])])
+    for row in (0, 1):
+        assert torch.equal(layer.context(row), other.context(row))
+        assert torch.equal(layer.state(row), other.state(row))
+
+
+@each()
+def test_programs_that_leave_their_tensors_are_refused(kind: Kind) -> None:
+    layer, native = kind.make("programs", 20), kind.operators("native")
+    good = Segment(0, 0, 20, 0, 20, 1)
+    for bad, message in {
+        replace(good, tokens=40, hi=20): "rows",
+        replace(good, batch_row=SLOTS): "batch row",
+        replace(good, slot=SLOTS): "record",
+    }.items():
+        with pytest.raises(IndexError, match=message):
+            run_segments(native, layer, [bad])
+    with pytest.raises(IndexError, match="record"):
+        run_compose(native, layer, [(0, False, [(0, 1, SLOTS, TRANSITION)])])
+    if kind.folder.startswith("mamba"):
+        with pytest.raises(IndexError, match="carries number"):
+            run_segments(native, replace(layer, carries=[]), [good], [10])
+    if kind.folder == "gated_delta":
+        layer.records.block_of[1] = -1
+        with pytest.raises(IndexError, match="transition block"):
+            run_segments(native, layer, [good])
+    assert layer.out.isnan().all()
