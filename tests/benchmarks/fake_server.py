@@ -1,7 +1,5 @@
 """A small completion server on a real socket: whatever a test wants a server to do."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

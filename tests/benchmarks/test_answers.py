@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from commands import run, words
 
-from benchmarks.__main__ import main
 from benchmarks.answers import _mean, _merged, _questions
 
 
@@ -39,16 +38,21 @@ def report(path: Path, model: str = "mine", **results: Any) -> str:
     return str(path)
 
 
-def drawn(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, ["answers", *arguments])
-    return result.exit_code, " ".join(result.output.split())
-
-
-def test_reports_are_drawn(tmp_path: Path) -> None:
+def test_reports_are_drawn_unless_they_cannot_stand_together(tmp_path: Path) -> None:
     one = report(tmp_path / "1.json", families=[family("facts", block=40)])
     two = report(tmp_path / "2.json", families=[family("updates", block=20)], texts=[text()])
-    assert drawn(one, two, "--plot", str(tmp_path / "plot.png")) == (0, "")
+    plot = ("--plot", tmp_path / "plot.png")
+    drawn = run("answers", one, two, *plot)
+    assert (drawn.exit_code, drawn.output.strip()) == (0, "")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    mine, other = (report(tmp_path / f"{m}.json", m, families=[family("f", block=1)]) for m in ("a", "b"))
+    (tmp_path / "c.json").write_text("{}")
+    for reports, says in (
+        ((mine, other), "reports of several models: a, b"),
+        ((tmp_path / "c.json",), "c.json: no report of python -m vllm_hypic.eval: KeyError('settings')"),
+    ):
+        refused = run("answers", *reports, *plot)
+        assert refused.exit_code == 2 and says in words(refused)
 
 
 def test_a_family_of_two_reports_is_one_panel() -> None:
@@ -64,12 +68,3 @@ def test_families_count_alike_and_a_method_must_be_in_all() -> None:
     [point] = panel.points
     assert (point.method, point.x, point.y.value) == ("block", 25, -30)
     assert point.y.high - point.y.low == pytest.approx(4 / 2**0.5)
-
-
-def test_what_cannot_stand_together_is_refused(tmp_path: Path) -> None:
-    mine, other = (report(tmp_path / f"{m}.json", m, families=[family("f", block=1)]) for m in ("a", "b"))
-    code, said = drawn(mine, other, "--plot", str(tmp_path / "plot.png"))
-    assert code == 2 and "reports of several models: a, b" in said
-    (tmp_path / "c.json").write_text("{}")
-    code, said = drawn(str(tmp_path / "c.json"), "--plot", str(tmp_path / "plot.png"))
-    assert code == 2 and "c.json: no report of python -m vllm_hypic.eval: KeyError('settings')" in said

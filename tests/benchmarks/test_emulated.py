@@ -1,7 +1,5 @@
 """The emulation of composed prompts, against the model itself: all rows recomputed, none, one segment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

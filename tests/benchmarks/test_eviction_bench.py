@@ -1,18 +1,16 @@
 """``bench eviction``: traces, replay against exhaustive search, the command."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import measured, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.eviction import eviction, measure
+from benchmarks.eviction import measure
 from benchmarks.eviction_replay import Accesses, Saved, offline_greedy, replay, reuses, upper_bound
 from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import KINDS, Request, Segment, generate, load, save
@@ -25,7 +23,8 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_traces_are_seeded_and_in_order(kind):
+def test_traces_are_seeded_in_order_and_survive_their_file(kind, tmp_path):
+    # Traces are seeded and in order.
     trace = generate(kind, 300, seed=1)
     assert trace == generate(kind, 300, seed=1) != generate(kind, 300, seed=2)
     assert len(trace) == 300
@@ -35,16 +34,13 @@ def test_traces_are_seeded_and_in_order(kind):
     for request in trace:
         for key, tokens in request.records():
             assert lengths.setdefault(key, tokens) == tokens >= 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trace_survives_its_file(kind, tmp_path):
-    trace = generate(kind, 50, seed=0)
+    # A trace survives its file.
     save(tmp_path / "t.jsonl", trace)
     assert load(tmp_path / "t.jsonl") == trace
 
 
-def test_a_turn_asks_for_all_turns_before_it():
+def test_conversations_and_agents_ask_for_what_was_there():
+    # A turn asks for all turns before it.
     turns: dict[str, list[tuple[Segment, ...]]] = {}
     for request in generate("conversations", 400, seed=0):
         turns.setdefault(request.id, []).append(request.segments)
@@ -53,9 +49,7 @@ def test_a_turn_asks_for_all_turns_before_it():
         assert [len(segments) for segments in requests] == list(range(1, len(requests) + 1))
         for before, after in itertools.pairwise(requests):
             assert after[:-1] == before
-
-
-def test_a_memory_file_that_grew_is_not_asked_for_by_later_sessions():
+    # A memory file that grew is not asked for by later sessions.
     newest: dict[str, dict[str, int]] = {}
     for request in generate("agents", 3000, seed=0):
         mine = newest.setdefault(request.id, {})
@@ -65,9 +59,7 @@ def test_a_memory_file_that_grew_is_not_asked_for_by_later_sessions():
                 assert mine.setdefault(file, int(version)) == int(version), "changed within a session"
     versions = {(file, v) for mine in newest.values() for file, v in mine.items()}
     assert max(v for _, v in versions) > 2
-
-
-def test_tenants_share_nothing():
+    # Tenants share nothing.
     one, other = Request(0, "r", "a", (Segment("s", 3),)), Request(0, "r", "b", (Segment("s", 3),))
     assert dict(one.records()).keys().isdisjoint(dict(other.records()))
     twice = Request(0, "r", "a", (Segment("s", 3), Segment("s", 3)))
@@ -158,14 +150,13 @@ def value(nbytes: int, flops: float = 1.0) -> CacheValue:
     return CacheValue(nbytes, flops, nbytes)
 
 
-def test_offline_greedy_is_beladys_rule_for_equal_objects():
+def test_replays_by_hand():
+    # Offline greedy is Belady's rule for equal objects.
     requests = tuple((ObjectName(name),) for name in "abcabdabc")
     accesses = Accesses(requests, {name: value(1) for name in NAMES})
     assert offline_greedy(accesses, 2).flops == optimum(accesses, 2) == 4
     assert replay(accesses, 2, LruPolicy()).flops == 0
-
-
-def test_bound_takes_the_best_and_a_part_of_the_next():
+    # Bound takes the best and a part of the next.
     a, b = NAMES[:2]
     accesses = Accesses(((a, b), (a,), (b,)), {a: value(2, 10.0), b: value(2, 8.0)})
     assert sorted(reuses(accesses).gaps) == [1, 2]
@@ -218,35 +209,12 @@ def test_an_ample_cache_keeps_everything():
 
 
 def test_command_writes_tables_json_and_plot(tmp_path):
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
     options = ["--kind", "rag", "--requests", "60", "--sizes", "0.05,0.3", "--shape", "random-150m"]
-    done = CliRunner().invoke(eviction, [*options, *files])
-    assert done.exit_code == 0, done.output
+    output, report = measured(tmp_path, "eviction", *options)
     for part in ("rag", "token hit rate", "FLOPs saved", "below lru: yes"):
-        assert part in done.output
-    written = json.loads((tmp_path / "r.json").read_text())
-    [trace] = written["results"]["traces"]
+        assert part in output
+    [trace] = report["results"]["traces"]
     assert trace["requests"] == 60 and len(trace["rows"]) == 2
-    assert (tmp_path / "p.png").stat().st_size > 1000
-
-
-def test_command_replays_a_file(tmp_path):
     save(tmp_path / "mine.jsonl", generate("agents", 40, seed=0))
-    done = CliRunner().invoke(eviction, ["--trace", str(tmp_path / "mine.jsonl"), "--sizes", "0.2"])
+    done = run("eviction", "--trace", tmp_path / "mine.jsonl", "--sizes", "0.2")
     assert done.exit_code == 0 and "mine" in done.output, done.output
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--sizes", "0,1"], "expected numbers > 0"),
-        (["--sizes", "much"], "expected numbers > 0"),
-        (["--requests", "0"], "--requests"),
-        (["--trace", "BAD", "--kind", "rag"], "expected one of them"),
-        (["--trace", "BAD"], "bad.jsonl:1: no JSON"),
-    ],
-)
-def test_bad_options_are_refused(options, message, tmp_path):
-    (tmp_path / "bad.jsonl").write_text("{\n")
-    done = CliRunner().invoke(eviction, [str(tmp_path / "bad.jsonl") if o == "BAD" else o for o in options])
-    assert done.exit_code != 0 and message in done.output

@@ -1,20 +1,16 @@
 """The commands: what they refuse, print and write; run on CPU."""
 
-from __future__ import annotations
-
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from commands import measured, run
 
 from benchmarks.gpu import checks as checks_module
 from benchmarks.gpu import gate
 from benchmarks.gpu import kernels as kernels_module
-from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.aims import Aim
 from benchmarks.gpu.composed import Composition
 from benchmarks.gpu.copies import MovingRecord
@@ -25,34 +21,24 @@ from benchmarks.gpu.operators import INTERPRET, operators_for
 from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.harness.stats import Spread
 
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, [str(a) for a in arguments])
+WRONG = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
 
 
-@pytest.mark.parametrize("command", ["checks", "copies", "kernels", "model"])
-def test_no_gpu_is_a_clear_error(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = run(command)
-    assert done.exit_code == 2
-    assert "--device cpu tries the command on tiny shapes, its times mean nothing" in done.output
-
-
-def test_little_is_needed() -> None:
-    """No vLLM; matplotlib for plots only; nothing that serves or stores."""
+def test_little_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No vLLM; matplotlib for plots only; nothing that serves or stores.
     absent = ("vllm", "transformers", "matplotlib", "httpx", "prometheus_client", "triton")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    # PyTorch serves CPUs.
+    monkeypatch.delenv(INTERPRET, raising=False)
+    assert operators_for(torch.device("cpu")).name == "torch"
 
 
 def test_kernels(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = tmp_path / "k.json", tmp_path / "k.png"
-    done = run("kernels", "--device", "cpu", "--repeats", 2, "--json", files[0], "--plot", files[1])
-    assert done.exit_code == 0, done.output
-    assert MEANINGLESS in done.output and "Gate passed" in done.output
-    written = json.loads(files[0].read_text())
+    output, written = measured(tmp_path, "gpu", "kernels", "--device", "cpu", "--repeats", 2)
+    assert MEANINGLESS in output and "Gate passed" in output
     assert written["command"].startswith("python -m benchmarks.gpu")
     assert written["settings"]["device"]["meaningless"] == MEANINGLESS
     assert written["results"]["aims"] == []
@@ -67,52 +53,49 @@ def test_kernels(tmp_path: Path) -> None:
     assert {r["kernel"] for r in delta} >= {"scan with T (capture)", "compose, records and seams"}
     for row in span + delta:
         assert row["floor"]["seconds"] > 0 and len(row["seconds"]["ours"]["values"]) == 2
-    assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run("checks", "--device", "cpu", "--kernels", "short_conv")
+    done = run("gpu", "checks", "--device", "cpu", "--kernels", "short_conv")
     assert done.exit_code == 0, done.output
     assert "short_conv: segments" in done.output and "errors are within what is allowed" in done.output
-    wrong = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
-    monkeypatch.setattr(checks_module, "run_checks", lambda *_, **__: wrong)
-    done = run("checks", "--device", "cpu")
+    monkeypatch.setattr(checks_module, "run_checks", lambda *_, **__: WRONG)
+    done = run("gpu", "checks", "--device", "cpu")
     assert done.exit_code == 1 and "Error: merge, case: 0.5\n" in done.output
 
 
 def test_copies(tmp_path: Path) -> None:
-    done = run("copies", "--device", "cpu", "--repeats", 2, "--json", file := tmp_path / "c.json")
-    assert done.exit_code == 0, done.output
-    assert MEANINGLESS in done.output and "beside a record that leaves" in done.output
-    written = json.loads(file.read_text())
+    output, written = measured(tmp_path, "gpu", "copies", "--device", "cpu", "--repeats", 2, plot=False)
+    assert MEANINGLESS in output and "beside a record that leaves" in output
     assert [len(p["passes"]) for p in written["results"]["passes"]] == [3, 3]
     assert len(written["results"]["passes"][0]["passes"]["alone"]["values"]) == 2
 
 
-def test_a_record_that_comes_as_another_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A record that comes as another is no result.
     monkeypatch.setattr(MovingRecord, "arrive", lambda record: record.mover.discard(record.there))
-    done = run("copies", "--device", "cpu")
+    done = run("gpu", "copies", "--device", "cpu")
     assert done.exit_code == 1
     assert "correctness gate: the record that came is not the one that left" in done.output
-
-
-def test_kernels_that_err_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
-    monkeypatch.setattr(kernels_module, "run_checks", lambda *_: wrong)
-    done = run("kernels", "--device", "cpu")
+    # Kernels that err are not timed.
+    monkeypatch.setattr(kernels_module, "run_checks", lambda *_: WRONG)
+    done = run("gpu", "kernels", "--device", "cpu")
     assert done.exit_code == 1
     assert "correctness gate: merge, case: 0.5" in done.output and "other" not in done.output
     assert "TFLOP" not in done.output
+    # A model that errs is not timed.
+    monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
+    done = run("gpu", "model", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "correctness gate: full recompute" in done.output and "first token" not in done.output
 
 
 def test_model(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = tmp_path / "m.json", tmp_path / "m.png"
     small = ("--segments", "1,2", "--tokens", "30", "--repeats", 1)
-    done = run("model", "--device", "cpu", *small, "--json", files[0], "--plot", files[1])
-    assert done.exit_code == 0, done.output
-    assert MEANINGLESS in done.output
-    results = json.loads(files[0].read_text())["results"]
+    output, report = measured(tmp_path, "gpu", "model", "--device", "cpu", *small)
+    assert MEANINGLESS in output
+    results = report["results"]
     assert [(p["prompt"]["segments"], p["prompt"]["length"]) for p in results["points"]] == [(1, 30), (2, 30)]
     # Head and tail of each segment, and the query.
     assert [p["rows"] for p in results["points"]] == [16 + 8, 32 + 8]
@@ -120,7 +103,6 @@ def test_model(tmp_path: Path) -> None:
     assert [m["tokens"] for m in results["marginals"]] == [30]
     assert [d["layer"] for d in results["drift"]["layers"]] == [0, 1, 2]
     assert results["aims"] == []
-    assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,56 +112,26 @@ def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPa
     right = Composition.operations
     with monkeypatch.context() as patch:
         patch.setattr(Composition, "operations", lambda self, mode=None: right(self, Mode.ADD))
-        done = run("model", *small)
+        done = run("gpu", "model", *small)
     assert done.exit_code == 1 and "2 x 40, state of layer 0 from full recompute's" in done.output
     with monkeypatch.context() as patch:
         patch.setattr(torch, "equal", lambda a, b: False)
-        done = run("model", *small)
+        done = run("gpu", "model", *small)
     assert done.exit_code == 1 and "2 x 40: the warm answer is not the cold one" in done.output
 
 
-def test_a_model_that_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
-    done = run("model", "--device", "cpu")
-    assert done.exit_code == 1
-    assert "correctness gate: full recompute" in done.output and "first token" not in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tokens", "16"), "segments of 16 tokens have no interior at a window of 8"),
-        (("--graph",), "CUDA graphs need --device cuda"),
-        (("--segments", "2,2"), "a number stands there twice"),
-        (("--json", "/nowhere/at/all.json"), "there is no folder"),
-    ],
-)
-def test_refused_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
-    done = run("model", "--device", "cpu", *arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.output.split())
-
-
-def test_pytorch_serves_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(INTERPRET, raising=False)
-    assert operators_for(torch.device("cpu")).name == "torch"
-
-
-def spread(*values: float) -> Spread:
-    return Spread.of(values)
-
-
 def test_one_more_segment_and_aims() -> None:
+    spread = Spread.of
     points = [
         PromptTimes(
             Composition(n, 4096, 64),
             0,
-            {"full": spread(0.05 * n), "cold": spread(0.052 * n), "warm": spread(0.01 + 0.0005 * n)},
+            {"full": spread([0.05 * n]), "cold": spread([0.052 * n]), "warm": spread([0.01 + 0.0005 * n])},
             *(0.0, 1.0, 0.0),
         )
         for n in (2, 4, 8)
     ]
-    alone = {4096: spread(0.04), 512: spread(0.01)}
+    alone = {4096: spread([0.04]), 512: spread([0.01])}
     [marginal] = _marginals(points, alone)  # of 512 tokens there is nothing to fit
     assert marginal.warm == pytest.approx(0.0005) and marginal.full == pytest.approx(0.05)
     assert marginal.of_alone == pytest.approx(0.0125)

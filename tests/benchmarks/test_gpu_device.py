@@ -125,14 +125,8 @@ def test_times_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_facts_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(
-        name="NVIDIA H200",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=1 << 37,
-        L2_cache_size=60 << 20,
-    )
+    sizes = {"multi_processor_count": 132, "total_memory": 1 << 37, "L2_cache_size": 60 << 20}
+    found = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
     facts = Facts.of(CUDA)
     assert str(facts) == "NVIDIA H200, compute capability 9.0"

@@ -1,7 +1,5 @@
 """Bytes and operations, counted by hand; what a share is measured against."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -49,13 +47,12 @@ def test_a_decoded_token_is_bound_by_bytes_a_long_query_by_operations() -> None:
     assert many.seconds == pytest.approx(512 * 16_384 * 16 * 1024 / 8e14)
 
 
-def test_merge_and_copies() -> None:
+def test_merge_copies_and_gated_delta_rule() -> None:
+    # Merge and copies.
     # 3 rows of 4 heads of 8 values: output read and written in bf16, the other read in float32, two lse.
     assert merge_work(HEADS, 3, 2) == Work(96 * 2 + 96 * 2 + 96 * 4 + 2 * 12 * 4, 3 * 96)
     assert copy_work(100, 2) == Work(400, 0)
-
-
-def test_gated_delta_rule() -> None:
+    # Gated delta rule.
     # q, k [1, 4], v [2, 8]: 24 channels; 2 gates and 2 x 8 outputs per token beside them.
     per_token = (24 + 2 * 2 + 16) * 2
     # Two heads: S^T k, k d^T and S^T q over 32 elements, 2 operations each.
@@ -71,13 +68,12 @@ def test_gated_delta_rule() -> None:
     assert composed.operations == 10 * operations + 3 * 2 * (2 * 4 * 4 * 8)
 
 
-def test_the_larger_floor_counts() -> None:
+def test_floors_shares_and_ratios() -> None:
+    # The larger floor counts.
     rates = Rates(copy=100.0, matmul=1000.0)
     assert Floor.of(Work(50, 100), rates) == Floor(0.5, "bytes")
     assert Floor.of(Work(50, 900), rates) == Floor(0.9, "operations")
-
-
-def test_share_and_ratio_of_a_row() -> None:
+    # Share and ratio of a row.
     times = {OURS: Spread.of([2.0, 4.0, 6.0]), "other": Spread.of([1.0, 1.0, 2.0])}
     row = KernelTimes("kernel", "case", times, Work(1, 1), Floor(1.0, "bytes"))
     assert row.share == 0.25  # of the median
@@ -93,8 +89,6 @@ def test_rates_and_times_are_positive_and_calls_take_turns() -> None:
     spreads = timer.measure({"a": lambda: order.append("a"), "b": lambda: order.append("b")})
     assert [len(s.values) for s in spreads.values()] == [4, 4]
     assert "".join(order) == "ab" + "abbaabba"  # warm-up, then in turns
-
-
-def test_graphs_need_a_gpu() -> None:
+    # Graphs need a GPU.
     with pytest.raises(ValueError, match="CUDA graphs need a GPU, not cpu"):
         replayed(lambda: None, torch.device("cpu"))

@@ -1,7 +1,5 @@
 """The model's passes against its float64 oracle, and the oracle against what must hold of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -108,16 +106,13 @@ def test_faults_show(stack: Stack, fault: str, monkeypatch: pytest.MonkeyPatch) 
     assert max(errors(run, PROMPT, truth)) > 10 * FP32
 
 
-def test_truth_of_the_first_layer_is_full_recomputes(stack: Stack) -> None:
-    """Its inputs are embeddings, which know no context; deeper layers differ."""
+def test_the_oracle_agrees_with_full_recompute_where_it_must(stack: Stack) -> None:
+    # Its inputs are embeddings, which know no context; deeper layers differ.
     tokens = tokens_of(PROMPT)
     full, composed = oracle.full(stack, tokens), oracle.composed(stack, PROMPT, tokens)
     assert relative(composed.states[0], full.states[0]) < 1e-12
     assert relative(composed.states[2], full.states[2]) > 1e-3
-
-
-def test_the_oracle_of_one_sequence_is_causal(stack: Stack) -> None:
-    """A prefix's logits do not depend on what follows: full recompute of it gives the same."""
+    # A prefix's logits do not depend on what follows: full recompute of it gives the same.
     tokens = tokens_of(PROMPT)
     one = oracle.full(stack, tokens[:20])
     alone = replace(PROMPT, segments=1, length=20, query=1, window=2)
@@ -152,19 +147,18 @@ def test_streams_are_those_of_the_plugin() -> None:
     assert operations[-1].first + operations[-1].tokens == len(plan.stream)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((2, 16, 5, 8), "segments of 16 tokens have no interior"), ((0, 40, 5, 8), "0 segments")],
-)
-def test_prompts_that_cannot_be(arguments: tuple[int, int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Composition(*arguments)
-
-
-def test_the_oracle_refuses_interiors_that_contexts_leave(stack: Stack) -> None:
+def test_prompts_that_cannot_be(stack: Stack) -> None:
     short = replace(PROMPT, length=10)
-    with pytest.raises(ValueError, match="interiors of 2 tokens: the oracle needs at least 3"):
-        oracle.composed(stack, short, tokens_of(short))
+    for make, message in (
+        (lambda: Composition(2, 16, 5, 8), "segments of 16 tokens have no interior"),
+        (lambda: Composition(0, 40, 5, 8), "0 segments"),
+        (
+            lambda: oracle.composed(stack, short, tokens_of(short)),
+            "interiors of 2 tokens: the oracle needs at least 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_gate_passes_in_bf16_and_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

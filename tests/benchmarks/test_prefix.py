@@ -1,19 +1,17 @@
 """``benchmarks prefix``: traces, replay against a plain model of it, the bound, the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import measured
 
 from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import Segment, save
 from benchmarks.eviction_traces import generate as segments
 from benchmarks.placers import PLACERS
-from benchmarks.prefix import block_tokens, measure, prefix
+from benchmarks.prefix import block_tokens, measure
 from benchmarks.prefix_engines import ask_of, tokens_of
 from benchmarks.prefix_lines import GRID, Tree, foreseen, kept, planned
 from benchmarks.prefix_replay import Policy, replay
@@ -53,13 +51,8 @@ def test_what_lines_share_is_what_texts_share(kind):
         former.append(text)
 
 
-def test_a_state_at_every_boundary_and_no_limit_saves_all_that_was_seen():
-    tree = Tree.of(generate("edits", 60, seed=0))
-    found = replay(tree, SHAPE, 2**60, EVERY)
-    assert found.saved.tokens == sum(min(x.shared, x.prompt - 1) // GRID * GRID for x in tree.lines)
-
-
-def test_states_and_k_and_v_are_counted_once():
+def test_replays_by_hand():
+    # States, K and V are counted once.
     one, two = ("a", 640), ("b", 640)
     tree = Tree.of([turn(one, two), turn(one, two), turn(one), turn(one, salt="other")])
     state, token = SHAPE.state_bytes, SHAPE.token_bytes
@@ -70,12 +63,14 @@ def test_states_and_k_and_v_are_counted_once():
     assert replay(tree, SHAPE, room - 1, policy, 0, 1).states == 1
     assert replay(tree, SHAPE, state + 1344 * token - 1, policy, 0, 1).states == 0
     assert tree.lines[3].shared == 0, "another tenant's"
-
-
-def test_branches_serve_from_the_third_time_on():
+    # Branches serve from the third time on.
     tree = Tree.of([turn(("a", 640), (f"q{i}", 64)) for i in range(4)])
     assert replay(tree, SHAPE, 2**60, Policy("branches", GRID)).saved.tokens == 2 * 640
     assert replay(tree, SHAPE, 2**60, Policy("ends", GRID, branch=False)).saved.tokens == 0
+    # A state at every boundary and no limit saves all that was seen.
+    tree = Tree.of(generate("edits", 60, seed=0))
+    found = replay(tree, SHAPE, 2**60, EVERY)
+    assert found.saved.tokens == sum(min(x.shared, x.prompt - 1) // GRID * GRID for x in tree.lines)
 
 
 @pytest.mark.parametrize("kind", PREFIX_KINDS)
@@ -84,11 +79,8 @@ def test_no_policy_exceeds_the_bound_or_what_was_seen(kind):
     for row in found.rows:
         for name, outcome in row.outcomes.items():
             assert outcome.saved.flops <= row.bound_flops * (1 + 1e-9) <= found.seen.flops * (1 + 1e-6), name
-    assert all(max(of) <= oracle * (1 + 1e-9) for of, oracle in _beside_oracle(found.placements))
-
-
-def _beside_oracle(placements):
-    return [([p[i] for p in placements.values()], placements["oracle"][i]) for i in range(4)]
+    for of in zip(*found.placements.values(), found.placements["oracle"], strict=True):
+        assert max(of) <= of[-1] * (1 + 1e-9)
 
 
 def test_learned_states_beat_equal_ones_at_equal_bytes():
@@ -99,10 +91,6 @@ def test_learned_states_beat_equal_ones_at_equal_bytes():
             assert all(len(plan) <= states for plan in plans["optimal"])
             equal, learned = (kept(tree, SHAPE, plans[n]) for n in ("equal", "optimal"))
             assert gain * equal < learned < kept(tree, SHAPE, foreseen(tree, SHAPE, states)), (kind, states)
-
-
-def test_vllms_block_is_a_states_page():
-    assert block_tokens(SHAPES["qwen3.5-35b-a3b"]) == 1056 and block_tokens(SHAPES["marconi-7b"]) == 64
 
 
 SHAREGPT = [{"conversations": [{"from": s, "value": s * 100} for s in ("human", "gpt", "human", "gpt")]}]
@@ -117,34 +105,17 @@ def test_files_of_three_forms(tmp_path: Path):
     assert [(t.prompt, len(t.pieces)) for t in load(chats, 16, 0)] == [(126, 2), (328, 4)]
     assert [x.shared for x in Tree.of(load(timed, 16, 0)).lines] == [0, 32]
     assert len(load(mine, 16, 0)) == 5
+    # A block of vLLM is the page of a state.
+    assert block_tokens(SHAPES["qwen3.5-35b-a3b"]) == 1056 and block_tokens(SHAPES["marconi-7b"]) == 64
 
 
 def test_command_writes_tables_json_and_plot(tmp_path: Path):
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "p.png")]
     options = ["--simulate", "--kind", "rag", "--requests", "40", "--sizes", "0.05,0.3", "--block-32"]
-    done = CliRunner().invoke(prefix, [*options, "--shape", "random-150m", *files])
-    assert done.exit_code == 0, done.output
+    output, report = measured(tmp_path, "prefix", *options, "--shape", "random-150m")
     for part in ("rag", "token hit rate", "FLOPs saved", "block-32", "oracle"):
-        assert part in done.output
-    [trace] = json.loads((tmp_path / "r.json").read_text())["results"]["traces"]
+        assert part in output
+    [trace] = report["results"]["traces"]
     assert trace["requests"] == 40 and len(trace["rows"]) == 2
-    assert (tmp_path / "p.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        ("[]", ["--simulate"], "t.json: has no requests"),
-        ('[{"conversations": 3}]', ["--simulate"], "neither ShareGPT's JSON nor"),
-        ('{"hash_ids": [1]}', ["--simulate"], "neither ShareGPT's JSON nor"),
-        ("[]", ["--simulate", "--kind", "rag"], "--trace and --kind: expected one of them"),
-        ("[]", [], "expected --simulate"),
-    ],
-)
-def test_bad_input_is_named(tmp_path: Path, text: str, options: list[str], message: str):
-    (tmp_path / "t.json").write_text(text)
-    done = CliRunner().invoke(prefix, [*options, "--trace", str(tmp_path / "t.json")])
-    assert done.exit_code != 0 and message in done.output
 
 
 def test_prompts_of_engines_begin_alike_where_their_texts_do():

@@ -1,6 +1,5 @@
 """Probes on real engines: planted differences must show, and noise must not look like one."""
 
-import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,13 +10,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import measured
 from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from oracle import Oracle
 from oracle.models import save_hybrid_model
 
 from benchmarks.probes import attention, drift, dtype, length
-from benchmarks.probes.__main__ import main
 from benchmarks.probes.engine_calls import layers
 from benchmarks.probes.engine_pair import EnginePair, Probe
 from benchmarks.probes.truth import refusal, true_state
@@ -141,16 +139,10 @@ def test_commands_write_what_they_show(
 ) -> None:
     monkeypatch.setattr(module, "running_pair", lambda probe, shapes: nullcontext(replace(pair, probe=probe)))
     name = module.__name__.rpartition(".")[2]
-    found, plot = tmp_path / "found.json", tmp_path / "found.png"
-    files = ["--json", str(found), "--plot", str(plot)]
-    command = [name, "--model", str(model), "--prompts", "1", *arguments, *files]
-    result = CliRunner().invoke(main, command, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report = json.loads(found.read_text())
+    output, report = measured(tmp_path, "probes", name, "--model", model, "--prompts", 1, *arguments)
     assert report["benchmark"] == f"probe {name}"
     assert report["command"].startswith("python -m benchmarks.probes")
     assert report["settings"]["probe"]["prompts"] == 1
-    assert plot.read_bytes().startswith(b"\x89PNG")
     rows = {
         drift: lambda r: [row["method"] for row in r["drift"]["rows"]],
         attention: lambda r: [row["method"] for row in r["attention"]["rows"]][::2],
@@ -159,4 +151,4 @@ def test_commands_write_what_they_show(
     }[module](report["results"])
     assert noise_name(200) in rows
     for row in rows:
-        assert row.split(",")[0] in " ".join(result.output.split()), row
+        assert row.split(",")[0] in " ".join(output.split()), row

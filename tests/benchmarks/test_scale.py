@@ -1,7 +1,5 @@
 """``scale``: the simulator against closed forms and hand computation; its constants."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -11,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import measured
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import scale as command
 from benchmarks.eviction_shapes import SHAPES
-from benchmarks.scale import measure, scale, under_load
+from benchmarks.scale import measure, under_load
 from benchmarks.scale_control import CLIENTS, control_plane
 from benchmarks.scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
 from benchmarks.scale_results import GOAL, GOAL_WORKERS
@@ -29,19 +27,10 @@ RECORDS = dataclasses.replace(SHAPES["random-150m"], token_bytes=1, state_bytes=
 
 PLAIN = Costs(
     records=RECORDS,
-    plan_s=0,
-    dispatch_s=0,
-    admit_s=0,
-    prefill_token_s=1,
-    prefill_pair_s=0,
-    prefill_segment_s=0,
-    flops_quadratic=0,
-    link_bytes_s=math.inf,
-    ingress_bytes_s=math.inf,
-    round_trip_s=0,
-    first_token_s=0,
-    compose_segment_s=0,
-    compose_token_s=0,
+    **{"plan_s": 0, "dispatch_s": 0, "admit_s": 0, "round_trip_s": 0, "flops_quadratic": 0},
+    **{"prefill_token_s": 1, "prefill_pair_s": 0, "prefill_segment_s": 0, "first_token_s": 0},
+    **{"link_bytes_s": math.inf, "ingress_bytes_s": math.inf},
+    **{"compose_segment_s": 0, "compose_token_s": 0},
 )
 """A token takes a second; everything else nothing."""
 ROUTED = dataclasses.replace(PLAIN, plan_s=0.25, dispatch_s=0.125, admit_s=0.5, first_token_s=2)
@@ -85,16 +74,9 @@ def test_no_assignment_beats_the_bound_and_lpt_is_within_grahams(segments, worke
 
 
 def test_a_lone_segment_passes_every_station_once():
-    costs = dataclasses.replace(
-        ROUTED,
-        prefill_pair_s=0.5,
-        prefill_segment_s=3,
-        link_bytes_s=2,
-        ingress_bytes_s=4,
-        round_trip_s=0.0625,
-        compose_segment_s=7,
-        compose_token_s=0.75,
-    )
+    prefill, compose = {"prefill_pair_s": 0.5, "prefill_segment_s": 3}, {"compose_segment_s": 7}
+    links = {"link_bytes_s": 2, "ingress_bytes_s": 4, "round_trip_s": 0.0625}
+    costs = dataclasses.replace(ROUTED, **prefill, **compose, **links, compose_token_s=0.75)
     times = one([4], Cluster(3), costs)
     assert times.begun_s == 0.25 + 0.125 + 0.5
     assert times.prefilled_s == times.begun_s + 4 + 0.5 * 16 + 3
@@ -127,17 +109,14 @@ def test_two_workers_by_hand():
     assert (times.prefilled_s, times.received_s, times.first_token_s) == (10, 13, 14)
 
 
-def test_the_way_into_the_combine_node_is_shared():
-    """Both are computed at 4; each has a link of its own, but 4 bytes take a second on the way in."""
+def test_links_carry_one_record_at_a_time():
+    # Both are computed at 4; each has a link of its own, but 4 bytes take a second on the way in.
     costs = dataclasses.replace(PLAIN, link_bytes_s=8, ingress_bytes_s=4)
     assert one([4, 4], Cluster(2), costs).received_s == 4 + 1 + 1
     two = [Request.of(0.0, [4], costs), Request.of(0.0, [4], costs)]
     received = [t.received_s for t in simulate(two, Cluster(2, combiners=2), costs).times]
     assert received == [5, 5]
-
-
-def test_a_link_carries_one_record_at_a_time():
-    """Computed at 4 and 5; 4-8 and 8-9 on the link."""
+    # Computed at 4 and 5; 4-8 and 8-9 on the link.
     costs = dataclasses.replace(PLAIN, link_bytes_s=1)
     assert one([4, 1], Cluster(1), costs).received_s == 9
 
@@ -152,11 +131,8 @@ def test_router_and_combine_node_serve_one_request_at_a_time():
     assert second.first_token_s == first.first_token_s + 2 > second.received_s + 2
     apart = simulate(requests, Cluster(8, combiners=2), ROUTED).times
     assert apart[1].first_token_s == apart[1].received_s + 2
-
-
-def test_a_request_with_nothing_to_prefill_is_only_combined():
-    times = one([], Cluster(2), ROUTED)
-    assert times.ttft_s == 0.25 + 0.5 + 2
+    # A request with nothing to prefill is only combined.
+    assert one([], Cluster(2), ROUTED).ttft_s == 0.25 + 0.5 + 2, "nothing to prefill: only combined"
 
 
 @given(
@@ -220,11 +196,17 @@ def test_one_worker_is_lindleys_queue():
     assert [t.ttft_s for t in simulate_whole(requests, 1, costs)] == pytest.approx(waits)
 
 
-def test_arrivals_are_poisson():
-    """Mean wait of M/D/1 at load 0.7: rho / (2 (1 - rho)) services."""
+def test_arrivals_are_poisson_and_lengths_log_normal():
+    # Mean wait of M/D/1 at load 0.7: rho / (2 (1 - rho)) services.
     requests = poisson([Request.of(0.0, [1], PLAIN)] * 40_000, 0.7, seed=3)
     waits = [t.ttft_s - 1 for t in simulate(requests, Cluster(1), PLAIN).times]
     assert statistics.fmean(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
+    # Lengths are log normal and cut off.
+    drawn = Lengths(1340, 0.9).draw(5000, random.Random(0))
+    assert min(drawn) == 256 and max(drawn) == 8192
+    assert statistics.median(drawn) == pytest.approx(1340, rel=0.05)
+    assert len({n for n in drawn if n not in (256, 8192)}) > 1000
+    assert drawn == Lengths(1340, 0.9).draw(5000, random.Random(0))
 
 
 def test_whole_requests_go_to_the_instance_with_the_least_to_do():
@@ -234,47 +216,37 @@ def test_whole_requests_go_to_the_instance_with_the_least_to_do():
     # first, the fifth then the second.
     assert [t.first_token_s for t in simulate_whole(requests, 2, costs)] == [11, 4, 6, 14, 18]
     times = simulate_whole([Request.of(0.0, [3], ROUTED)], 2, ROUTED)
-    assert (
-        times[0].ttft_s == 0.25 + 0.125 + 0.5 + 3 + 2 == 0.375 + alone_s(Request.of(0.0, [3], ROUTED), ROUTED)
-    )
+    alone = alone_s(Request.of(0.0, [3], ROUTED), ROUTED)
+    assert times[0].ttft_s == 0.25 + 0.125 + 0.5 + 3 + 2 == 0.375 + alone
 
 
-def test_lpt_looks_at_present_loads_and_the_blind_one_does_not():
+def test_policies_by_hand():
+    # LPT looks at present loads and the blind one does not.
     requests = [Request.of(0.0, [10, 1], PLAIN), Request.of(0.5, [5, 4], PLAIN)]
     # Present loads are 10 and 1: both go behind the 1. Blind: the 5 goes behind the 10.
     assert simulate(requests, Cluster(2, Policy.LPT), PLAIN).times[1].prefilled_s == 10
     assert simulate(requests, Cluster(2, Policy.LPT_BLIND), PLAIN).times[1].prefilled_s == 15
-
-
-def test_a_load_is_gone_when_its_segment_is_computed():
+    # A load is gone when its segment is computed.
     requests = [Request.of(0.0, [10], PLAIN), Request.of(10.5, [3, 2], PLAIN)]
     # Both workers are idle again: 3 to the first, 2 to the second.
     assert simulate(requests, Cluster(2), PLAIN).times[1].prefilled_s == 13.5
-
-
-def test_lpt_by_time_counts_the_square():
-    """By tokens, 8 against 4 + 4, the 8 gets one of the 1s; by time, 72 against 20 + 20, none."""
+    # Round robin goes on where it ended.
+    requests = [Request.of(0.0, [4, 4, 4], PLAIN), Request.of(0.5, [4], PLAIN)]
+    # The first took workers 0, 1, 0; the next turn is worker 1's.
+    assert simulate(requests, Cluster(2, Policy.ROUND_ROBIN), PLAIN).times[1].prefilled_s == 8
+    # By tokens, 8 against 4 + 4, the 8 gets one of the 1s; by time, 72 against 20 + 20, none.
     costs = dataclasses.replace(PLAIN, prefill_pair_s=1)
     segments = [8, 4, 4, 1, 1]
     tokens, time = (one(segments, Cluster(2, p), costs).ttft_s for p in (Policy.LPT, Policy.LPT_TIME))
     assert time == 72 < tokens == 74
 
 
-def test_round_robin_goes_on_where_it_ended():
-    requests = [Request.of(0.0, [4, 4, 4], PLAIN), Request.of(0.5, [4], PLAIN)]
-    # The first took workers 0, 1, 0; the next turn is worker 1's.
-    assert simulate(requests, Cluster(2, Policy.ROUND_ROBIN), PLAIN).times[1].prefilled_s == 8
-
-
 # -- constants
 
 
 def test_the_cpu_preset_is_what_was_measured():
-    points = [
-        point
-        for name in ("ttft-length", "ttft-segments")
-        for point in json.loads((DOCS / "cpu" / f"{name}.json").read_text())["results"]["points"]
-    ]
+    reports = [DOCS / "cpu" / f"ttft-{name}.json" for name in ("length", "segments")]
+    points = [p for path in reports for p in json.loads(path.read_text())["results"]["points"]]
     k = np.array([p["shape"]["segments"] for p in points], float)
     n = np.array([p["shape"]["tokens"] for p in points], float)
     cold, warm = (np.array([p["seconds"][w]["median"] for p in points]) for w in ("cold", "warm"))
@@ -289,37 +261,28 @@ def test_the_cpu_preset_is_what_was_measured():
         assert costs.compose_s([int(n[i])] * int(k[i])) == pytest.approx(warm[i], rel=0.12)
 
 
-@pytest.mark.parametrize(("tokens", "mib"), [(256, 8.66), (1024, 10.8), (2048, 14.5)])
-def test_records_weigh_what_was_measured(tokens, mib):
-    """docs/benchmarks/cpu.md, Memory."""
-    assert PRESETS["cpu-169m"].records.value(tokens).nbytes == pytest.approx(mib * 2**20, rel=0.05)
-
-
-def test_hypics_figures():
+def test_the_other_presets_are_what_was_published():
+    """docs/benchmarks/cpu.md, Memory, and HyPIC's figures."""
+    for tokens, mib in ((256, 8.66), (1024, 10.8), (2048, 14.5)):
+        assert PRESETS["cpu-169m"].records.value(tokens).nbytes == pytest.approx(mib * 2**20, rel=0.05)
     costs = PRESETS["hypic-gpu"]
     assert costs.prefill_s(1024) == pytest.approx(0.0407)
     assert costs.compose_s([1024] * 5) - costs.compose_s([1024] * 4) == pytest.approx(0.0023)
 
 
-def test_constants_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match=r"plan_s=-1: expected a finite number >= 0"):
-        dataclasses.replace(PLAIN, plan_s=-1)
-    with pytest.raises(ValueError, match=r"compose_token_s=nan"):
-        dataclasses.replace(PLAIN, compose_token_s=math.nan)
-    with pytest.raises(ValueError, match=r"link_bytes_s=0: expected a number > 0"):
-        dataclasses.replace(PLAIN, link_bytes_s=0)
-    with pytest.raises(ValueError, match="workers=0: expected at least 1"):
-        Cluster(0)
-    with pytest.raises(ValueError, match="combiners=0: expected at least 1"):
-        Cluster(1, combiners=0)
-
-
-def test_lengths_are_log_normal_and_cut_off():
-    drawn = Lengths(1340, 0.9).draw(5000, random.Random(0))
-    assert min(drawn) == 256 and max(drawn) == 8192
-    assert statistics.median(drawn) == pytest.approx(1340, rel=0.05)
-    assert len({n for n in drawn if n not in (256, 8192)}) > 1000
-    assert drawn == Lengths(1340, 0.9).draw(5000, random.Random(0))
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dataclasses.replace(PLAIN, plan_s=-1), "plan_s=-1: expected a finite number >= 0"),
+        (lambda: dataclasses.replace(PLAIN, compose_token_s=math.nan), "compose_token_s=nan"),
+        (lambda: dataclasses.replace(PLAIN, link_bytes_s=0), "link_bytes_s=0: expected a number > 0"),
+        (lambda: Cluster(0), "workers=0: expected at least 1"),
+        (lambda: Cluster(1, combiners=0), "combiners=0: expected at least 1"),
+    ],
+)
+def test_constants_that_make_no_sense_are_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
 
 
 # -- what is claimed
@@ -333,6 +296,12 @@ def test_lpt_reaches_seven_times_on_eight_workers():
     assert turns.speed_up.mean < 0.75 * lpt.speed_up.mean
     assert point.way(Policy.LPT_TIME, False).speed_up.mean < lpt.speed_up.mean
     assert lpt.parts.transfer_s < 0.05 * lpt.parts.dispatch_phase_s
+    # Parts add up to the time.
+    costs = PRESETS["hypic-gpu"]
+    sample = at_once(5, 12, Lengths(1000, 0.9), costs, seed=0)
+    point = measure(sample, 4, costs)
+    ttft = [simulate([r], Cluster(4, Policy.LPT_TIME), costs).times[0].ttft_s for r in sample]
+    assert point.way(Policy.LPT_TIME).parts.ttft_s == pytest.approx(statistics.fmean(ttft))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -352,14 +321,6 @@ def test_the_results_in_the_documents_are_those_of_this_code(name):
         assert before["speed_up"]["mean"] == pytest.approx(after.speed_up.mean)
 
 
-def test_parts_add_up_to_the_time():
-    costs = PRESETS["hypic-gpu"]
-    sample = at_once(5, 12, Lengths(1000, 0.9), costs, seed=0)
-    point = measure(sample, 4, costs)
-    ttft = [simulate([r], Cluster(4, Policy.LPT_TIME), costs).times[0].ttft_s for r in sample]
-    assert point.way(Policy.LPT_TIME).parts.ttft_s == pytest.approx(statistics.fmean(ttft))
-
-
 def test_under_load_lpt_beats_round_robin():
     costs = PRESETS["cpu-169m"]
     crowd = at_once(300, 32, Lengths(1340, 0.9), costs, seed=1)
@@ -375,49 +336,25 @@ def test_under_load_lpt_beats_round_robin():
 # -- the command
 
 
-SMALL = ["--requests", "3", "--arrivals", "100", "--segments", "10", "--workers", "1,4,8", "--loads", "0.3"]
-
-
 def test_command_writes_tables_json_and_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "MEDIANS", (700, 1340))
     monkeypatch.setattr(command, "COUNTS", (4, 8))
-    outputs = []
-    for run in ("a", "b"):
-        files = ["--json", str(tmp_path / f"{run}.json"), "--plot", str(tmp_path / f"{run}.png")]
-        done = CliRunner().invoke(scale, [*SMALL, "--set", "compose_segment_s=0", *files])
-        assert done.exit_code == 0, done.output
-        outputs.append(json.loads((tmp_path / f"{run}.json").read_text()))
+    small = ["--requests", 3, "--arrivals", 100, "--segments", 10, "--workers", "1,4,8", "--loads", 0.3]
+    (output, one), (_, other) = (
+        measured(tmp_path, "scale", *small, "--set", "compose_segment_s=0") for _ in range(2)
+    )
     for part in ("speed-up over one instance", "where the time goes", "p99 of the time", "at least 7x"):
-        assert part in done.output
-    assert outputs[0]["results"] == outputs[1]["results"]
-    assert [point["workers"] for point in outputs[0]["results"]["points"]] == [1, 4, 8]
-    assert outputs[0]["settings"]["costs"]["compose_segment_s"] == 0
-    assert outputs[0]["results"]["control"] is None
-    assert (tmp_path / "a.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--set", "speed=1"], "expected NAME=NUMBER, NAME one of plan_s, dispatch_s"),
-        (["--set", "plan_s=fast"], "'fast' is no number"),
-        (["--set", "plan_s=-1"], "plan_s=-1.0: expected a finite number >= 0"),
-        (["--set", "records=1"], "expected NAME=NUMBER"),
-        (["--workers", "0"], "0 is not in the range"),
-        (["--longest", "100"], "--longest 100: expected at least --shortest (256)"),
-        (["--loads", "0"], "0 is not in the range"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    done = CliRunner().invoke(scale, [*SMALL, *options])
-    assert done.exit_code == 2 and message in " ".join(done.output.split()), done.output
+        assert part in output
+    assert one["results"] == other["results"]
+    assert [point["workers"] for point in one["results"]["points"]] == [1, 4, 8]
+    assert one["settings"]["costs"]["compose_segment_s"] == 0
+    assert one["results"]["control"] is None
 
 
 def test_control_plane_is_measured_on_a_real_server():
     found = control_plane(names=2000, posts=8, at_once=(1, 4), workers=2)
     assert 64 < found.wire_bytes_per_name < 80 < found.memory_bytes_per_name < 300
     assert found.assign_s > 0 and found.names_per_s > 0
-    assert {(posting.client, posting.at_once) for posting in found.postings} == {
-        (client, n) for client in CLIENTS for n in (1, 4)
-    }
+    asked = {(client, n) for client in CLIENTS for n in (1, 4)}
+    assert {(posting.client, posting.at_once) for posting in found.postings} == asked
     assert all(posting.per_s > 0 for posting in found.postings)

@@ -1,15 +1,11 @@
 """``soak``: what it judges by, its schedule, and a minute of it with real servers."""
 
-from __future__ import annotations
-
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from commands import measured
 
-from benchmarks.__main__ import main
 from benchmarks.soak_checks import CUT_OFF, GIVEN_UP, Failure, Tokens, Trend, Verdict, excuse, judge
 from benchmarks.soak_faults import Fault, FaultKind, schedule
 from benchmarks.soak_traffic import KINDS
@@ -78,23 +74,11 @@ def test_every_fault_comes_within_six_minutes_and_a_worker_dies_each_minute():
     assert [(int(p.at_s // 60), p.target) for p in deaths] == [(m, m % 2) for m in range(6)]
 
 
-def test_bad_options_are_refused(tmp_path: Path):
-    for arguments, told in (
-        (("--minutes", "0"), "1<=x"),
-        (("--json", "/nowhere/x.json"), "there is no folder"),
-    ):
-        done = CliRunner().invoke(main, ["soak", *arguments])
-        assert done.exit_code == 2 and told in " ".join(done.output.split()), done.output
-
-
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_minute(tmp_path: Path):
-    path = tmp_path / "soak.json"
-    done = CliRunner().invoke(main, ["soak", "--minutes", "1", "--json", str(path)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    results = json.loads(path.read_text())["results"]
+    results = measured(tmp_path, "soak", "--minutes", 1, plot=False)[1]["results"]
     assert results["requests"].keys() == KINDS.keys()
     assert results["faults"].keys() == {p.kind.value for p in schedule(1)}
     assert Verdict.WRONG not in results["compared"] and results["compared"][Verdict.SAME] > 20

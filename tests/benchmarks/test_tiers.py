@@ -1,33 +1,16 @@
 """First token by tier: what is refused and left out, and a whole run with real servers and tiny engines."""
 
-from __future__ import annotations
-
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from click.testing import CliRunner, Result
+from commands import measured
 
 from benchmarks import page_cache, services, tiers
-from benchmarks.__main__ import main
 from benchmarks.tiers import PLACES, RecordPlace
 from vllm_hypic.harness.engine_calls import Answer
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["tiers", *arguments])
-
-
-def test_tiers_of_the_users_are_refused() -> None:
-    """Before an engine starts."""
-    model = Path(__file__).parents[2] / "examples/models/tiny-hybrid-qa/model"
-    result = run("--model", str(model), "--hypic", '{"store": {"tiers": []}}')
-    assert result.exit_code == 2
-    assert "brings its own store" in " ".join(result.output.split())
 
 
 def test_a_file_is_dropped_from_the_page_cache_and_read_again(tmp_path: Path) -> None:
@@ -82,6 +65,13 @@ def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> No
         NoSuchOption(tmp_path).start()
 
 
+ROWS = [
+    RecordPlace("stock", "stock"),
+    RecordPlace("pool", "pool"),
+    RecordPlace("memory", "memory", "memory"),
+]
+
+
 def answers(*times: float) -> tiers._Found:
     return tiers._Found([Answer((1,), (t,), {}, 10, 0) for t in times])
 
@@ -89,42 +79,26 @@ def answers(*times: float) -> tiers._Found:
 def test_ratios_are_taken_repeat_by_repeat() -> None:
     found = {"stock": answers(4, 9), "pool": answers(1, 2), "memory": answers(2, 4)}
     found["memory"].read_bytes = 300
-    rows = [
-        RecordPlace("stock", "stock"),
-        RecordPlace("pool", "pool"),
-        RecordPlace("memory", "memory", "memory"),
-    ]
-    stock, pool, memory = tiers._measured(rows, found)
+    stock, pool, memory = tiers._measured(ROWS, found)
     assert stock.over_stock.values == (1, 1) and pool.over_pool.values == (1, 1)
     assert memory.over_stock.values == (2, 2.25) and memory.over_pool.values == (2, 2)
     assert memory.bytes_per_s == 200, "300 bytes in 1.5 seconds more than the pool takes"
     assert pool.bytes_per_s is None and stock.bytes_per_s is None
-
-
-def test_a_tier_that_seems_sooner_than_the_pool_has_no_rate() -> None:
-    found = {"stock": answers(4), "pool": answers(2), "memory": answers(1)}
+    # A tier that seems sooner than the pool has no rate.
+    found = {"stock": answers(4), "pool": answers(2), "memory": answers(1)}  # sooner than the pool: no rate
     found["memory"].read_bytes = 300
-    rows = [
-        RecordPlace("stock", "stock"),
-        RecordPlace("pool", "pool"),
-        RecordPlace("memory", "memory", "memory"),
-    ]
-    assert tiers._measured(rows, found)[2].bytes_per_s is None
+    assert tiers._measured(ROWS, found)[2].bytes_per_s is None
 
 
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_run_with_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    report, plot, folder = tmp_path / "report.json", tmp_path / "plot.png", tmp_path / "tiers"
+    folder = tmp_path / "tiers"
     folder.mkdir()
-    result = run(
-        *("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2"),
-        *("--segments", "2", "--tokens", "96", "--tier-gib", "0.05", "--folder", str(folder)),
-        *("--json", str(report), "--plot", str(plot)),
-    )
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(report.read_text())
+    small = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2")
+    shape = ("--segments", "2", "--tokens", "96", "--tier-gib", "0.05", "--folder", folder)
+    _, found = measured(tmp_path, "tiers", *small, *shape)
     assert found["gate"]["tiers_equal_pool"] is True
     rows = {row["kind"]: row for row in found["results"]["rows"]}
     assert {*rows, *found["results"]["left_out"]} == {row.kind for row in PLACES}
@@ -134,5 +108,4 @@ def test_a_run_with_every_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert len(row["seconds"]["values"]) == 2
         reads = 0 if kind in ("stock", "pool") else 2 * 3  # repeats x records
         assert len((row["read_seconds"] or {"values": []})["values"]) == reads, kind
-    assert plot.read_bytes().startswith(b"\x89PNG")
     assert not list(folder.iterdir()), "files were left behind"

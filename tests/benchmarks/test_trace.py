@@ -1,7 +1,5 @@
 """Generated traces and trace files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,15 +22,17 @@ def counts(trace: Trace) -> np.ndarray:
     return np.array(list(found.values()))
 
 
-def test_same_settings_same_trace():
+def test_same_settings_same_trace_and_a_longer_one_starts_with_it():
+    # Same settings same trace.
     assert generate(SMALL) == generate(SMALL)
     assert generate(SMALL) != generate(replace(SMALL, seed=1))
-
-
-def test_longer_trace_starts_with_the_shorter_one():
+    # Longer trace starts with the shorter one.
     longer = generate(replace(SMALL, requests=40))
     assert longer.requests[:20] == generate(SMALL).requests
     assert longer.documents == generate(SMALL).documents
+    # The longest prompt with its answer.
+    trace = generate(SMALL)
+    assert trace.longest() == max(len(trace.prompt(r, None)) + r.output_tokens for r in trace.requests)
 
 
 def test_requests_are_what_the_settings_say():
@@ -47,13 +47,20 @@ def test_requests_are_what_the_settings_say():
     assert min(ids) >= FIRST_WORD and max(ids) < SMALL.vocabulary
 
 
-def test_popularity_is_zipf():
+def test_popularity_is_zipf_and_arrivals_are_poisson():
+    # Popularity follows Zipf.
     # One document a request: drawn without replacement, the weights are the frequencies.
     one = replace(SMALL, requests=4000, documents=50, per_request=(1, 1), question_tokens=1, min_tokens=1)
     found = counts(generate(one)) / 4000
     expected = 1 / np.arange(1, 51) / np.sum(1 / np.arange(1, 51))
     assert np.abs(found - expected).max() < 0.025  # 3.6 standard deviations of the first
     assert np.abs(counts(generate(replace(one, zipf=0))) / 4000 - expected).max() > 0.1
+    # Arrivals are Poisson.
+    trace = generate(replace(SMALL, requests=3000, rate=4.0, question_tokens=1))
+    gaps = np.diff([0.0, *(r.arrival_s for r in trace.requests)])
+    assert abs(gaps.mean() * 4 - 1) < 0.06
+    assert abs(gaps.std() * 4 - 1) < 0.1  # an even clock has 0
+    assert abs(np.mean(gaps > 0.25) - np.exp(-1)) < 0.03
 
 
 @pytest.mark.parametrize("lengths", ["lognormal", "pareto"])
@@ -63,14 +70,6 @@ def test_lengths_are_clipped_with_a_heavy_tail(lengths):
     assert settings.min_tokens <= found.min() and found.max() == settings.max_tokens
     assert abs(np.median(found) / settings.median_tokens - 1) < 0.1
     assert found.mean() > 1.15 * np.median(found)
-
-
-def test_arrivals_are_poisson():
-    trace = generate(replace(SMALL, requests=3000, rate=4.0, question_tokens=1))
-    gaps = np.diff([0.0, *(r.arrival_s for r in trace.requests)])
-    assert abs(gaps.mean() * 4 - 1) < 0.06
-    assert abs(gaps.std() * 4 - 1) < 0.1  # an even clock has 0
-    assert abs(np.mean(gaps > 0.25) - np.exp(-1)) < 0.03
 
 
 def test_documents_change_their_order_unless_told():
@@ -89,9 +88,7 @@ def test_separators_are_all_that_prompts_differ_in():
     assert [i for i in marked if i != 999] == plain
     assert len(marked) == len(plain) + len(request.documents) + 1
     assert plain == [i for part in trace.parts(request) for i in part]
-
-
-def test_text_prompts_have_the_same_content():
+    # Text prompts have the same content.
     trace = generate(TEXT)
     request = trace.requests[3]
     plain, marked = trace.prompt(request, None), trace.prompt(request, "<|sep|>")
@@ -100,16 +97,15 @@ def test_text_prompts_have_the_same_content():
     # The words are the token ids' own.
     same = generate(SMALL)
     assert plain.split() == [f"w{i}" for i in same.prompt(same.requests[3], None)]
-
-
-def test_a_separator_of_the_wrong_kind_is_refused():
+    # A separator of the wrong kind is refused.
     with pytest.raises(TraceError, match="needs the separator's id"):
         generate(SMALL).prompt(generate(SMALL).requests[0], "<|sep|>")
     with pytest.raises(TraceError, match="needs the separator's text"):
         generate(TEXT).prompt(generate(TEXT).requests[0], 7)
 
 
-def test_window_has_exactly_the_rate_asked_for():
+def test_windows_have_the_rate_asked_for_and_start_again_past_the_end():
+    # Window has exactly the rate asked for.
     trace = generate(SMALL)
     window = trace.window(5, 10, rate=2.0)
     times = [at for at, _ in window]
@@ -118,19 +114,12 @@ def test_window_has_exactly_the_rate_asked_for():
     # The gaps are the trace's own, stretched.
     own = np.diff([r.arrival_s for r in trace.requests[4:15]])
     assert np.allclose(np.diff([0.0, *times]) / own, 5.0 / own.sum())
-
-
-def test_window_starts_again_past_the_end():
+    # Window starts again past the end.
     trace = generate(SMALL)
     window = trace.window(15, 10, rate=1.0)
     assert [r for _, r in window] == [*trace.requests[15:], *trace.requests[:5]]
     times = [at for at, _ in window]
     assert times == sorted(times) and times[-1] == pytest.approx(10.0)
-
-
-def test_longest():
-    trace = generate(SMALL)
-    assert trace.longest() == max(len(trace.prompt(r, None)) + r.output_tokens for r in trace.requests)
 
 
 @pytest.mark.parametrize("settings", [SMALL, TEXT], ids=["tokens", "text"])

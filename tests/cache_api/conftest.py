@@ -4,8 +4,6 @@ Each lives as long as a class of tests.  Tests keep out of each other's way by s
 Those that need no server have a registry, and a clock that they set.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time
@@ -28,12 +26,7 @@ from vllm_hypic.segment_parallel.permits import Permits, Subject
 
 ONE_WORKER = True  # all tests of this folder use the same servers
 
-ENV = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "hypic,hypic_cache",
-    **ONE_PROCESS,
-}
+ENV = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": "hypic,hypic_cache", **ONE_PROCESS}
 TOKENS, SEAM = 96, 8
 REUSED = TOKENS - 2 * SEAM
 """Tokens of one segment that come from its record."""
@@ -46,13 +39,10 @@ NAMESPACE = "ab" * 32
 def make_server(folder: Path, name: str, *options: str) -> Server:
     # A segment's states take 308,736 bytes and a token's K and V 512 (as in tests/server).
     pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
+    disk = {"type": "disk", "path": str(folder / "store"), "bytes": "200MB", "shared": True}
     hypic = {
-        "pool_bytes": pool,
-        "expected_segment_tokens": TOKENS,
-        "expected_live_heads": 1.0,
-        "store": {
-            "tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB", "shared": True}]
-        },
+        **{"pool_bytes": pool, "expected_segment_tokens": TOKENS, "expected_live_heads": 1.0},
+        "store": {"tiers": [disk]},
         "segment_parallel": {name: f"tcp://127.0.0.1:{free_port()}" for name in ("listen", "events")},
     }
     return Server(
@@ -87,14 +77,17 @@ def words(seed: int | str, n: int = TOKENS) -> str:
 
 def post(server: Server, body: dict[str, Any], *, chat: bool = False, **options: Any) -> httpx.Response:
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    return httpx.post(
-        server.url + path, json={"max_tokens": 8, "temperature": 0, **body}, timeout=120, **options
-    )
+    return send(server, path, {"max_tokens": 8, "temperature": 0, **body}, **options)
+
+
+def send(server: Server, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+    """To any route, and as it is."""
+    return httpx.post(server.url + path, json=body, timeout=120, **options)
 
 
 def as_router(server: Server, text: str, **options: Any) -> dict[str, Any]:
     """The request with transfer options as a router signs them."""
-    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=30).json()["tokens"]
+    tokens = send(server, "/tokenize", {"prompt": text}).json()["tokens"]
     permit = Permits.read(None).issue(options, Subject(tokens, None))
     return {"prompt": text, "vllm_xargs": {**options, "hypic_permit": permit}}
 

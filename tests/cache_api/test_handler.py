@@ -1,15 +1,19 @@
 """The handler of commands, which keeps records in step with the segment registry."""
 
-from __future__ import annotations
-
+import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import pytest
 
+from vllm_hypic.cache_api import handler as handler_module
 from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage, Weights
 from vllm_hypic.cache_api.commands import (
+    MOST_IDS,
+    MOST_RESOLVED,
     Change,
     Command,
     Compile,
@@ -26,6 +30,7 @@ from vllm_hypic.cache_api.commands import (
     take_command,
     unpack,
 )
+from vllm_hypic.cache_api.control import CommandFailed, Control
 from vllm_hypic.cache_api.handler import CommandHandler
 from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
 from vllm_hypic.primitives.keys import SegmentKey
@@ -116,20 +121,7 @@ def test_an_owner_has_no_more_segments_than_it_may(clock):
     registry.close()
 
 
-def test_pins_are_their_tenants_also_after_a_restart(handler, records, registry, clock):
-    compiled(handler, [1], salt="you", pin=True)
-    restarted = Records()
-    CommandHandler(lambda: registry, restarted, str, clock).start()
-    assert records.tenants == restarted.tenants == {KEY: "you"}
-
-
-def test_weights_are_named(registry, records):
-    named = []
-    handler = CommandHandler(lambda: registry, records, str, name_weights=named.append)
-    assert handler.execute(NameWeights("step-2"), None) == Weights("step-2") and named == ["step-2"]
-
-
-def test_compile_show_list_resolve_delete(handler, records):
+def test_compile_show_list_resolve_delete(handler, records, registry):
     segment = compiled(handler, [1, 2, 3], text="abc")
     assert isinstance(segment, Segment) and segment.resident and segment.bytes == 100
     assert handler.execute(Show(segment.id), "me") == segment
@@ -145,6 +137,11 @@ def test_compile_show_list_resolve_delete(handler, records):
     gone = handler.execute(Delete(segment.id), "me")
     assert gone.id == segment.id and KEY not in records.present
     assert handler.execute(Show(segment.id), "me").status == 404
+    # Without a ttl the stores own rules hold.
+    assert records.expiry == {}
+    named = []
+    handler = CommandHandler(lambda: registry, records, str, name_weights=named.append)
+    assert handler.execute(NameWeights("step-2"), None) == Weights("step-2") and named == ["step-2"]
 
 
 @pytest.mark.parametrize(
@@ -168,18 +165,11 @@ def test_time_to_live(handler, records, clock):
     clock.now = 1030
     assert compiled(handler, [1]).expires == 1060, "compiling again without a ttl leaves it"
     assert handler.execute(Change(segment.id, ttl_s=100.0), "me").expires == records.expiry[KEY] == 1130
-    assert (
-        handler.execute(Change(segment.id, ttl_s=None), "me").expires is None and records.expiry[KEY] is None
-    )
+    assert handler.execute(Change(segment.id, ttl_s=None), "me").expires is records.expiry[KEY] is None
     handler.execute(Change(segment.id, ttl_s=1.0), "me")
     clock.now = 1031
     assert handler.execute(Show(segment.id), "me").status == 404
     assert KEY not in records.present
-
-
-def test_without_a_ttl_the_stores_own_rules_hold(handler, records):
-    compiled(handler, [1])
-    assert records.expiry == {}
 
 
 def test_pins(handler, records, clock):
@@ -195,9 +185,7 @@ def test_pins(handler, records, clock):
     clock.now += 10
     handler.execute(Report(), None)
     assert records.pinned == set(), "an expired segment pins nothing"
-
-
-def test_what_has_no_record_cannot_be_pinned(handler):
+    # What has no record cannot be pinned.
     segment = compiled(handler, [1], key=None)
     assert isinstance(segment, Segment) and segment.key is None and not segment.resident
     assert "it has no record" in compiled(handler, [1], key=None, pin=True).message
@@ -214,7 +202,13 @@ def test_a_record_stays_while_another_entry_wants_it(handler, records):
     assert KEY not in records.present and records.pinned == set()
 
 
-def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock):
+def test_pins_and_ttls_are_in_force_after_a_restart(tmp_path, clock, handler, records, registry):
+    # Pins are their tenants'.
+    compiled(handler, [1], salt="you", pin=True)
+    restarted = Records()
+    CommandHandler(lambda: registry, restarted, str, clock).start()
+    assert records.tenants == restarted.tenants == {KEY: "you"}
+    # A pool that is smaller after the restart takes the first pin alone.
     opened = SegmentRegistry(tmp_path, NAMESPACE, clock)
     handler = CommandHandler(lambda: opened, Records(room=2), str, clock)
     first = compiled(handler, [1], KEY, pin=True, ttl_s=500.0)
@@ -249,38 +243,33 @@ def test_a_failing_registry_fails_commands_only_and_is_tried_again(clock, caplog
 # -- commands --------------------------------------------------------------------------------------
 
 
-def test_commands_survive_the_way_to_the_engine():
-    import msgspec
-
+def test_commands_and_answers_survive_the_way_to_the_engine_and_back(handler):
+    # Commands survive the way to the engine.
     commands: list[Command] = [
         Compile(Place.CHAT, text="x", bare_from=1, ttl_s=None, pin=True),
-        Compile(Place.INTERIOR),
-        Show("a", content=True),
-        Page("", 3),
-        Change("a"),
-        Change("a", ttl_s=None, unpin=True),
-        Delete("a"),
-        Resolve(["a", "b"]),
-        Report(),
-        NameWeights("step-2"),
+        *(Compile(Place.INTERIOR), Show("a", content=True), Page("", 3), Delete("a"), Report()),
+        *(Change("a"), Change("a", ttl_s=None, unpin=True), Resolve(["a", "b"]), NameWeights("step-2")),
     ]
     for command in commands:
-        sent = msgspec.msgpack.decode(
-            msgspec.msgpack.encode({"hypic_command": command, "hypic_link": "block"})
-        )
-        assert take_command(sent) == (command, {"hypic_link": "block"})
+        packed = msgspec.msgpack.encode({"hypic_command": command, "hypic_link": "block"})
+        assert take_command(msgspec.msgpack.decode(packed)) == (command, {"hypic_link": "block"})
     assert take_command({"other": 1}) == (None, {"other": 1})
+    # Answers survive the way back.
+    segment = compiled(handler, [1])
+    assert unpack(pack(segment), Segment) == segment
+    failure = Failure(404, "gone", "a")
+    assert unpack(pack(failure), Segment) == failure
+    with pytest.raises(RuntimeError, match="expected Resolved"):
+        unpack(pack(segment), Resolved)
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    ["report", 7, {"op": "fire"}, {"op": "show"}, {"op": "show", "id": 5}, {"op": "report", "x": 1}],
-)
-def test_damaged_commands_are_refused(damaged):
-    assert not is_command(damaged)
-    refused, others = take_command({"hypic_command": damaged, "other": 1})
-    assert isinstance(refused, Failure) and refused.status == 400 and "hypic_command" in refused.message
-    assert others == {"other": 1}
+def test_damaged_commands_are_refused():
+    damages = "report", 7, {"op": "fire"}, {"op": "show"}, {"op": "show", "id": 5}, {"op": "report", "x": 1}
+    for damaged in damages:
+        assert not is_command(damaged)
+        refused, others = take_command({"hypic_command": damaged, "other": 1})
+        assert isinstance(refused, Failure) and refused.status == 400 and "hypic_command" in refused.message
+        assert others == {"other": 1}
 
 
 def test_answers_wait_for_the_end_of_their_requests(handler):
@@ -298,18 +287,74 @@ def test_answers_wait_for_the_end_of_their_requests(handler):
     assert handler.take_answer("warm") is None
 
 
-def test_answers_survive_the_way_back(handler):
-    segment = compiled(handler, [1])
-    assert unpack(pack(segment), Segment) == segment
-    failure = Failure(404, "gone", "a")
-    assert unpack(pack(failure), Segment) == failure
-    with pytest.raises(RuntimeError, match="expected Resolved"):
-        unpack(pack(segment), Resolved)
-
-
 def test_neither_client_nor_registry_needs_vllm():
     names = ("cli", "cache_api.command", "cache_api.client", "cache_api.expand", "cache_api.handler")
     modules = ", ".join(f"vllm_hypic.{name}" for name in names)
     program = f"import sys, {modules}; print([m for m in ('vllm', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+# -- requests with many ids: each step of the engine looks up a bounded number of them ---------------
+
+
+class Line(Control):
+    """To a handler in this process, without an engine between."""
+
+    def __init__(self, handler: CommandHandler) -> None:
+        self.handler = handler
+        self.looked_up: list[int] = []
+        """Ids of each command that were looked up."""
+
+    async def send(self, command: Any, wanted: Any, salt: str | None) -> Any:
+        answer = unpack(pack(self.handler.execute(command, salt)), wanted)
+        assert isinstance(answer, Resolved)
+        self.looked_up.append(len(answer.contents) + len(answer.unknown))
+        return answer
+
+
+@pytest.fixture
+def line(registry: SegmentRegistry) -> Line:
+    return Line(CommandHandler(lambda: registry, Records(), str))
+
+
+def ids_of(registry: SegmentRegistry, count: int, n_tokens: int = 3) -> list[str]:
+    return [registry.add("me", Place.INTERIOR, [i] * n_tokens, text=f"text {i}").id for i in range(count)]
+
+
+def test_one_step_looks_up_so_many_ids(registry: SegmentRegistry, line: Line) -> None:
+    # One command looks up so many.
+    ids = ids_of(registry, 3 * MOST_RESOLVED)
+    found = line.handler.execute(Resolve(ids), "me")
+    assert isinstance(found, Resolved) and list(found.contents) == ids[:MOST_RESOLVED]
+    unknown = line.handler.execute(Resolve([f"no {i}" for i in range(1000)]), "me")
+    assert isinstance(unknown, Resolved) and len(unknown.unknown) == MOST_RESOLVED
+    # All of a request are found in several commands.
+    ids = ids[: 2 * MOST_RESOLVED + 7]
+    found = asyncio.run(line.resolve(ids, "me"))
+    assert [c.text for c in found.contents.values()] == [f"text {i}" for i in range(len(ids))]
+    assert line.looked_up == [MOST_RESOLVED, MOST_RESOLVED, 7]
+
+
+def test_long_segments_are_fewer_and_never_none(registry, line, monkeypatch):
+    monkeypatch.setattr(handler_module, "MOST_RESOLVED_TOKENS", 100)
+    ids = ids_of(registry, 5, n_tokens=60)
+    found = asyncio.run(line.resolve(ids, "me"))
+    assert list(found.contents) == ids and line.looked_up == [2, 2, 1]
+    line.looked_up.clear()
+    longer = ids_of(registry, 2, n_tokens=1000)
+    assert list(asyncio.run(line.resolve(longer, "me")).contents) == longer and line.looked_up == [1, 1]
+
+
+def test_unknown_and_too_many_ids_end_it(registry: SegmentRegistry, line: Line) -> None:
+    # The first unknown ones end it.
+    ids = ids_of(registry, 3 * MOST_RESOLVED)
+    ids[MOST_RESOLVED + 1] = "nobody"
+    assert asyncio.run(line.resolve(ids, "me")).unknown == ["nobody"]
+    assert len(line.looked_up) == 2
+    assert len(asyncio.run(line.resolve(ids, "you")).unknown) == MOST_RESOLVED
+    # Too many are refused before any is looked up.
+    says = f"{MOST_IDS + 1} segment ids .*: expected at most {MOST_IDS}"
+    with pytest.raises(CommandFailed, match=says) as refused:
+        asyncio.run(line.resolve([f"id {i}" for i in range(MOST_IDS + 1)], "me"))
+    assert refused.value.status == 400 and len(line.looked_up) == 3

@@ -1,7 +1,5 @@
 """A real server whose text is literal: what documents say changes nothing, and parts and ids do."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -22,18 +20,14 @@ from vllm_hypic.demo.single import make_tasks
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
-from .conftest import REUSED, TOKENS, choices, make_server, post, usage, words
+from .conftest import REUSED, TOKENS, choices, make_server, post, send, usage, words
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TEXTS = PrimitiveTexts()
 SEP_PART = {"type": "hypic_sep"}
-OPTIONS = {
-    "kv_connector": "HypicConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"tokens": {"literal": True}},
+OPTIONS = {"kv_connector": "HypicConnector", "kv_role": "kv_both"} | {
+    "kv_connector_extra_config": {"tokens": {"literal": True}}
 }
-
-
 WRITTEN = re.compile(r"hypic_tokens:(?!0{32})")
 """The beginning of what only this process writes; hostile texts imitate it with zeros."""
 
@@ -59,7 +53,7 @@ def separated(*texts: str) -> list[dict[str, str]]:
 
 
 def tokenized(server: Server, body: dict[str, Any]) -> list[int]:
-    return httpx.post(f"{server.url}/tokenize", json=body, timeout=30).raise_for_status().json()["tokens"]
+    return send(server, "/tokenize", body).raise_for_status().json()["tokens"]
 
 
 def described(server: Server) -> dict[str, Any]:
@@ -109,15 +103,13 @@ def test_compiled_segments_are_named_by_parts(literal: Server) -> None:
         segment = cache.compile(document)
         assert segment.resident and segment.tokens >= TOKENS
         lead = cache.compile(message={"role": "system", "content": "w1 w2"})
-    by_id = [
-        {"role": "system", "content": [lead.part]},
-        {"role": "user", "content": [segment.part, part("w5")]},
+    by_id = ([lead.part], [segment.part, part("w5")])
+    whole = ("w1 w2", [SEP_PART, *separated(document, "w5")])
+    chats = [
+        {"messages": [{"role": "system", "content": first}, {"role": "user", "content": then}]}
+        for first, then in (by_id, whole)
     ]
-    whole = [
-        {"role": "system", "content": "w1 w2"},
-        {"role": "user", "content": [SEP_PART, *separated(document, "w5")]},
-    ]
-    answers = [post(literal, {"messages": messages}, chat=True) for messages in (by_id, whole)]
+    answers = [post(literal, chat, chat=True) for chat in chats]
     assert choices(answers[0]) == choices(answers[1]) and usage(answers[0]) == usage(answers[1])
     assert usage(answers[0])[1] >= segment.tokens - 16
     unknown = [{"role": "user", "content": [{"type": "hypic_segment", "id": "none"}, part("w5")]}]
@@ -151,12 +143,13 @@ def test_refusals_repeat_what_the_client_wrote(literal: Server) -> None:
     mixed = {"prompt": [parts, 7]}
     wrong = {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": 7}]}]}
     for path, body in ((COMPLETIONS, mixed), (EXPLAIN, mixed), (TOKENIZE, mixed), (CHAT, wrong)):
-        refused = httpx.post(literal.url + path, json={"max_tokens": 1, **body}, timeout=60)
+        refused = send(literal, path, {"max_tokens": 1, **body})
         assert refused.status_code == 400 and not WRITTEN.search(refused.text), refused.text
         assert path in (TOKENIZE, CHAT) or f"w1{TEXTS.sep}w2" in refused.text
 
 
-def test_an_assistant_s_last_words_are_echoed_with_the_public_texts(literal: Server) -> None:
+def test_what_is_echoed_has_the_public_texts(literal: Server) -> None:
+    # An assistant s last words are echoed with the public texts.
     messages = [
         {"role": "user", "content": "w5"},
         {"role": "assistant", "content": separated("w1", "w2")},
@@ -164,33 +157,28 @@ def test_an_assistant_s_last_words_are_echoed_with_the_public_texts(literal: Ser
     body = {"messages": messages, "echo": True, "add_generation_prompt": False}
     answer = choices(post(literal, body, chat=True))[0]
     assert answer.startswith(f"w1{TEXTS.sep}w2")
+    # A segment of tokens is shown as vllm shows tokens.
+    with SegmentCache(literal.url, timeout_s=120) as cache:
+        ids = tokenized(literal, {"prompt": words("odd"), "add_special_tokens": False})
+        segment = cache.compile(tokens=[*ids, 5, 5])
+    text = send(literal, "/detokenize", {"tokens": [*ids, 5, 5]}).json()["prompt"]
+    body = {"messages": [{"role": "user", "content": [segment.part, part("w5")]}], "return_prompt_text": True}
+    shown = post(literal, body, chat=True).json()["prompt_text"]
+    assert shown.strip() == f"{TEXTS.sep}{text}{TEXTS.sep}w5"
 
 
-def test_parts_that_are_not_read_are_refused(literal: Server) -> None:
-    """vLLM takes the prompt from elsewhere."""
+def test_parts_that_are_not_read_are_refused_and_unknown_fields_left_alone(literal: Server) -> None:
+    # vLLM takes the prompt from elsewhere.
     messages = [{"role": "user", "content": separated("w1", "w2")}]
     ids = {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
     refused = post(literal, {"messages": messages, **ids}, chat=True)
     assert refused.status_code == 400 and "did not read the parts" in refused.text
-
-
-def test_fields_that_vllm_does_not_know_are_left_alone(literal: Server) -> None:
-    messages = [{"role": "user", "content": separated("w1", "w2")}]
+    # Fields that vLLM does not know are left alone.
     odd = {"role": "user", "content": "w3", "odd": float("nan")}
     body = json.dumps({"messages": [odd, *messages], "return_token_ids": True, "max_tokens": 1})
     headers = {"content-type": "application/json"}
     answer = httpx.post(literal.url + CHAT, content=body, headers=headers, timeout=60)
     assert answer.json()["prompt_token_ids"].count(described(literal)["separator"]) == 1
-
-
-def test_a_segment_of_tokens_is_shown_as_vllm_shows_tokens(literal: Server) -> None:
-    with SegmentCache(literal.url, timeout_s=120) as cache:
-        ids = tokenized(literal, {"prompt": words("odd"), "add_special_tokens": False})
-        segment = cache.compile(tokens=[*ids, 5, 5])
-    text = httpx.post(f"{literal.url}/detokenize", json={"tokens": [*ids, 5, 5]}, timeout=30).json()["prompt"]
-    body = {"messages": [{"role": "user", "content": [segment.part, part("w5")]}], "return_prompt_text": True}
-    shown = post(literal, body, chat=True).json()["prompt_text"]
-    assert shown.strip() == f"{TEXTS.sep}{text}{TEXTS.sep}w5"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Ids and tokens written in texts, and ids replaced in requests."""
+"""Ids and tokens written in texts, ids replaced in requests, and parts that stand for separators or ids."""
 
-from __future__ import annotations
-
+import re
 from contextvars import Context
 
 import pytest
@@ -9,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.cache_api.commands import Content, Report
-from vllm_hypic.cache_api.expand import CHAT, COMPLETIONS, MisplacedId, expand, ids_in, rewriting, shown
+from vllm_hypic.cache_api.expand import (
+    CHAT,
+    COMPLETIONS,
+    TOKENIZE,
+    MisplacedId,
+    expand,
+    ids_in,
+    rewriting,
+    shown,
+)
 from vllm_hypic.cache_api.forms import (
     MAX_TOKEN_ID,
     Seal,
@@ -25,7 +33,7 @@ from vllm_hypic.cache_api.registry import Place
 from vllm_hypic.engine.front_end import _without_command
 from vllm_hypic.primitives.options import LinkDefaults, link_of_request
 from vllm_hypic.primitives.policies import LinkError
-from vllm_hypic.primitives.tokens import PrimitiveTexts
+from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 
 TEXTS, SEAL = PrimitiveTexts(), own_seal()
 SEP = TEXTS.sep
@@ -71,11 +79,16 @@ def test_a_seal_counts_while_it_is_open_where_it_is_open():
         assert split_forms(text) == [text]
 
 
-def test_tokens_that_a_template_alters_are_refused():
+def test_tokens_that_a_template_alters_and_unknown_ids_are_refused():
+    # Tokens that a template alters are refused.
     written = SEAL.tokens([1, 2, 3])
     for altered in (written.replace(written[-6:-2], "AAAA"), written.lower(), written[:-3] + "|>"):
         with pytest.raises(ValueError, match="the chat template alters texts of messages"):
             split_forms(altered)
+    # An id that nobody replaced is refused.
+    with pytest.raises(UnresolvedId, match="segment id 'a' is not known here"):
+        split_forms(f"x{A}y")
+    assert split_forms("about <|hypic_segment") == ["about <|hypic_segment"]
 
 
 def test_only_commands_made_here_get_past_the_front_end():
@@ -87,12 +100,6 @@ def test_only_commands_made_here_get_past_the_front_end():
         with pytest.raises(LinkError, match="unknown request option 'hypic_command'"):
             link_of_request(_without_command(extra), LinkDefaults("hypic", 8))
     assert _without_command({"hypic_command": Report(), "x": 1}) == {"x": 1}
-
-
-def test_an_id_that_nobody_replaced_is_refused():
-    with pytest.raises(UnresolvedId, match="segment id 'a' is not known here"):
-        split_forms(f"x{A}y")
-    assert split_forms("about <|hypic_segment") == ["about <|hypic_segment"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +122,8 @@ def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
     assert body["prompt"] == prompt, "the caller's is left as it was"
 
 
-def test_prompts_in_a_list_and_ids_of_all_of_them():
+def test_ids_in_prompts_messages_and_their_parts():
+    # Prompts in a list and ids of all of them.
     body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
     assert ids_in(COMPLETIONS, body) == ["a", "b"]
     assert expand(COMPLETIONS, body, CONTENTS, TEXTS, SEAL)["prompt"] == [
@@ -123,9 +131,7 @@ def test_prompts_in_a_list_and_ids_of_all_of_them():
         f"x{SEP}text b{SEP}text a{SEP}y",
         [1, 2],
     ]
-
-
-def test_chat_messages_and_their_parts():
+    # Chat messages and their parts.
     body = {
         "messages": [
             {"role": "system", "content": CHAT_LEAD},
@@ -141,9 +147,7 @@ def test_chat_messages_and_their_parts():
         {"role": "assistant", "content": None},
         {"role": "user", "content": f"{SEP}text b{SEP}q"},
     ]
-
-
-def test_a_segment_of_tokens_is_written_as_tokens():
+    # A segment of tokens is written as tokens.
     [prompt] = [expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, TEXTS, SEAL)["prompt"]]
     before, written, after = prompt.split(SEP)
     assert (before, after) == ("x", "y") and split_forms(written) == [WrittenTokens((5, 6), len(written))]
@@ -189,3 +193,112 @@ def test_any_json_object_passes(path, body):
     if name in body:
         wanted = rewriting(path, body, changed, SEAL)
         assert wanted.of(wanted.public) == wanted.written
+
+
+# -- parts of a prompt or content ---------------------------------------------------------------------
+
+SEALED = SEAL.texts(PrimitiveIds(7, 8, 9))
+SEP_PART, PAD_PART = {"type": "hypic_sep"}, {"type": "hypic_pad"}
+A_PART, LEAD_PART = ({"type": "hypic_segment", "id": name} for name in ("a", "lead"))
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+@pytest.fixture(params=[False, True], ids=["marked", "literal"])
+def literal(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def expanded(path: str, body: dict[str, object], literal: bool) -> dict[str, object]:
+    return expand(path, body, CONTENTS, SEALED if literal else TEXTS, SEAL, literal=literal)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([text("sys"), SEP_PART, text("doc"), SEP_PART, text("q")], "sys{sep}doc{sep}q"),
+        ([SEP_PART, text("doc"), PAD_PART, SEP_PART], "{sep}doc{pad}{sep}"),
+        ([text("sys"), A_PART, text("q")], "sys{sep}text a{sep}q"),
+        ([text("sys"), SEP_PART, A_PART, SEP_PART, A_PART, text("q")], "sys{sep}text a{sep}text a{sep}q"),
+        ([LEAD_PART, text("q")], "system{sep}q"),
+        ([text("a"), text("b"), SEP_PART], "ab{sep}"),
+    ],
+)
+def test_a_prompt_of_parts_is_written_as_one_text(parts, expected, literal):
+    texts = SEALED if literal else TEXTS
+    prompt = expected.format(sep=texts.sep, pad=texts.pad)
+    for path in (COMPLETIONS, TOKENIZE):
+        assert expanded(path, {"prompt": parts}, literal) == {"prompt": prompt}
+    assert expanded(COMPLETIONS, {"prompt": [parts, "x"]}, literal) == {"prompt": [prompt, "x"]}
+
+
+def test_parts_of_a_content_join_the_texts_beside_them_and_no_others(literal):
+    sep = (SEALED if literal else TEXTS).sep
+    joined = {"extra": 1}
+    content = [text("a"), {**text("b"), **joined}, SEP_PART, text("c"), text("d"), IMAGE]
+    content += [SEP_PART, A_PART, IMAGE]
+    written = [text("a"), {**text(f"b{sep}c"), **joined}, text("d"), IMAGE, text(f"{sep}text a{sep}"), IMAGE]
+    messages = [{"role": "tool", "content": content}, {"role": "user", "content": None}, {"role": "user"}]
+    for path in (CHAT, TOKENIZE):
+        changed = expanded(path, {"messages": messages}, literal)["messages"]
+        assert changed == [{"role": "tool", "content": written}, *messages[1:]]
+
+
+@given(
+    st.lists(st.sampled_from([id_form("a"), TEXTS.sep, "<|hypic_", "x"]) | st.text(max_size=3)).map("".join)
+)
+def test_literal_text_is_left_as_it_is(value):
+    chat = {"messages": [{"role": "user", "content": value}, {"role": "tool", "content": [text(value)]}]}
+    for path, body in ((COMPLETIONS, {"prompt": value}), (COMPLETIONS, {"prompt": [value]}), (CHAT, chat)):
+        assert ids_in(path, body, literal=True) is None and expanded(path, body, True) == body
+    parts = [text(value), SEP_PART, text("q")]
+    assert expanded(COMPLETIONS, {"prompt": parts}, True) == {"prompt": f"{value}{SEALED.sep}q"}
+
+
+def test_ids_of_parts_are_looked_up_and_those_of_literal_texts_are_not():
+    body = {"prompt": [text(id_form("b")), A_PART, LEAD_PART]}
+    assert ids_in(COMPLETIONS, body) == ["b", "a", "lead"]
+    assert ids_in(COMPLETIONS, body, literal=True) == ["a", "lead"]
+    assert ids_in(COMPLETIONS, {"prompt": [SEP_PART]}) == [], "nothing to look up, something to replace"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"prompt": [SEP_PART, "x"]}, "prompt[1]='x': expected a part of type text, hypic_sep"),
+        ({"prompt": [SEP_PART, IMAGE]}, "prompt[1]={'type': 'image_url'"),
+        ({"prompt": [{"type": "hypic_segment"}]}, 'expected an "id", that of a compiled segment'),
+        ({"prompt": [{"type": "hypic_segment", "id": 7}]}, "'id': 7}: expected an \"id\""),
+        ({"prompt": [text("x"), LEAD_PART]}, "segment 'lead' was compiled as the leading one"),
+    ],
+)
+def test_parts_that_cannot_stand_there_are_refused_by_name(body, reason, literal):
+    with pytest.raises(MisplacedId, match=re.escape(reason)):
+        expanded(COMPLETIONS, body, literal)
+
+
+def test_what_was_compiled_or_sent_literally_is_not_cut():
+    # A segment that was compiled literally cuts no prompt later.
+    contents = {"a": Content(Place.INTERIOR, f"one{TEXTS.sep}two", [])}
+    with pytest.raises(MisplacedId, match="segment 'a' was compiled while text was literal"):
+        expand(COMPLETIONS, {"prompt": [A_PART]}, contents, TEXTS, SEAL)
+    written = expand(COMPLETIONS, {"prompt": [A_PART]}, contents, SEALED, SEAL, literal=True)["prompt"]
+    assert written == f"{SEALED.sep}one{TEXTS.sep}two{SEALED.sep}"
+    # Text that is not written as its own is not cut by characters.
+    for part in (SEP_PART, A_PART):
+        body = {"prompt": [text("x"), part], "truncate_prompt_tokens": 9}
+        with pytest.raises(MisplacedId, match="truncate_prompt_tokens cannot be combined with parts of"):
+            expanded(COMPLETIONS, body, True)
+        assert expanded(COMPLETIONS, body, False)["truncate_prompt_tokens"]
+
+
+def test_vllm_reads_the_public_texts_of_parts(literal):
+    parts = [text("x"), SEP_PART, A_PART, text("y"), PAD_PART]
+    public = f"x{TEXTS.sep}{id_form('a')}y{TEXTS.pad}"
+    assert shown(COMPLETIONS, {"prompt": [parts, 7]}, TEXTS, literal=literal) == {"prompt": [public, 7]}
+    chat = {"messages": [{"role": "user", "content": [*parts, IMAGE]}]}
+    [message] = shown(CHAT, chat, TEXTS, literal=literal)["messages"]
+    assert message == {"role": "user", "content": [text(public), IMAGE]}

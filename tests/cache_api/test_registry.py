@@ -1,7 +1,5 @@
 """The registry of compiled segments."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess
@@ -36,23 +34,18 @@ def test_the_same_segment_has_the_same_id(registry, clock):
     assert len({first.id, *(e.id for e in others)}) == 5
 
 
-def test_ids_are_long_and_random(registry):
-    ids = [registry.add("me", Place.INTERIOR, [i]).id for i in range(50)]
-    assert all(len(i) == 32 for i in ids)  # 192 bits in base64
-    assert len({i[:6] for i in ids}) > 45, "no common beginning"
-
-
-def test_content_comes_back(registry):
+def test_content_comes_back_by_long_random_ids(registry):
+    # Content comes back.
     tokens = [0, 7, 250_000, 2**24 - 1]
     entry = registry.add("me", Place.PROMPT, tokens, bare_from=1)
     content = registry.content("me", entry.id)
-    assert (content.place, content.tokens, content.text, content.bare_from) == (
-        Place.PROMPT,
-        tuple(tokens),
-        None,
-        1,
-    )
+    found = (content.place, content.tokens, content.text, content.bare_from)
+    assert found == (Place.PROMPT, tuple(tokens), None, 1)
     assert entry.n_tokens == 4
+    # Ids are long and random.
+    ids = [registry.add("me", Place.INTERIOR, [i]).id for i in range(50)]
+    assert all(len(i) == 32 for i in ids)  # 192 bits in base64
+    assert len({i[:6] for i in ids}) > 45, "no common beginning"
 
 
 def test_an_id_of_somebody_else_is_an_unknown_id(registry):
@@ -66,10 +59,7 @@ def test_an_id_of_somebody_else_is_an_unknown_id(registry):
     mine = registry.get("me", entry.id)
     assert mine is not None and not mine.pinned and mine.expires is None
     assert registry.page("you", "", 10) == []
-
-
-def test_lookups_of_foreign_and_unknown_ids_have_the_same_plan(registry):
-    """One search of one index by (owner, id): nothing about a foreign row is read before the answer."""
+    # One search of one index by (owner, id): nothing about a foreign row is read before the answer.
     plan = registry._db.execute(
         "EXPLAIN QUERY PLAN SELECT id FROM segments WHERE owner = ? AND id = ?", ("you", "x")
     ).fetchall()
@@ -115,6 +105,11 @@ def test_a_restart_keeps_everything(tmp_path, clock):
     assert second.set_aside is None and second.path == path
     second.close()
     assert os.stat(path).st_mode & 0o077 == 0, "texts of tenants are for this user alone"
+    # The registry lives beside the first disk tier.
+    memory = {"type": "memory", "bytes": "1MB"}
+    disks = [{"type": "disk", "path": f"{tmp_path}/{n}", "bytes": "1MB", "name": n} for n in ("a", "b")]
+    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory]})) is None
+    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory, *disks]})) == tmp_path / "a"
 
 
 def test_a_killed_process_loses_no_answered_change(tmp_path):
@@ -146,7 +141,8 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
     registry.close()
 
 
-def test_a_damaged_file_is_set_aside(tmp_path):
+def test_files_that_are_damaged_newer_or_unwritable(tmp_path):
+    # A damaged file is set aside.
     SegmentRegistry(tmp_path, NAMESPACE).close()
     [path] = tmp_path.glob("*.sqlite")
     path.write_bytes(b"this is no database" * 100)
@@ -155,26 +151,13 @@ def test_a_damaged_file_is_set_aside(tmp_path):
     entry = registry.add("me", Place.INTERIOR, [1])
     assert registry.get("me", entry.id) is not None
     registry.close()
-
-
-def test_a_newer_file_is_left_alone(tmp_path):
-    SegmentRegistry(tmp_path, NAMESPACE).close()
-    [path] = tmp_path.glob("*.sqlite")
+    # A newer file is left alone.
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(RegistryError, match=r"version 99; this program reads up to 1"):
         SegmentRegistry(tmp_path, NAMESPACE)
-
-
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    # A folder that cannot be written is told.
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryError, match=r"/file"):
         SegmentRegistry(tmp_path / "file", NAMESPACE)
-
-
-def test_the_registry_lives_beside_the_first_disk_tier(tmp_path):
-    memory = {"type": "memory", "bytes": "1MB"}
-    disks = [{"type": "disk", "path": f"{tmp_path}/{n}", "bytes": "1MB", "name": n} for n in ("a", "b")]
-    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory]})) is None
-    assert registry_folder(StoreConfig.from_mapping({"tiers": [memory, *disks]})) == tmp_path / "a"

@@ -1,7 +1,5 @@
 """Replicas of one server: one answer of several, and registries that have the same ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
@@ -13,20 +11,10 @@ NAMESPACE = "ab" * 32
 
 
 def segment(id: str = "one", *, resident: bool = True, stored: bool = False) -> Segment:
-    return Segment(
-        id=id,
-        role="interior",
-        place=Place.INTERIOR,
-        tokens=4,
-        bytes=100 if resident else 0,
-        key="k" * 64,
-        created=1.0,
-        last_used=1.0,
-        expires=None,
-        pinned=False,
-        resident=resident,
-        stored=stored,
-    )
+    what = {"id": id, "role": "interior", "place": Place.INTERIOR, "tokens": 4, "key": "k" * 64}
+    when = {"created": 1.0, "last_used": 1.0, "expires": None}
+    where = {"bytes": 100 if resident else 0, "resident": resident, "stored": stored}
+    return Segment(**what, **when, **where, pinned=False)
 
 
 def test_a_segment_is_resident_where_every_replica_has_it() -> None:

@@ -1,7 +1,5 @@
 """The cache API of a real server: ids in completions and chat, tenants, expiry, pins, restart, API key."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -9,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -24,7 +23,6 @@ from vllm_hypic.cache_api.client import (
     CacheError,
     NotAuthorized,
     PinRefused,
-    Segment,
     SegmentCache,
     SegmentNotFound,
 )
@@ -47,6 +45,7 @@ from .conftest import (
     make_server,
     places,
     post,
+    send,
     usage,
     words,
     written_all,
@@ -74,18 +73,16 @@ class TestServer:
         [task] = make_tasks(1, 1, 4, TOKENS)
         system = f"<bos> <sys> {task.system}"
         segments = [cache.compile(document) for document in task.documents]
-        assert all(
-            s.tokens == TOKENS and s.resident and s.bytes > 0 and s.role == "interior" for s in segments
-        )
+        assert all(s.tokens == TOKENS and s.resident and s.bytes > 0 for s in segments)
+        assert {s.role for s in segments} == {"interior"}
         by_id = post(server, {"prompt": system + "".join(s.form for s in segments) + task.question})
         literal = post(server, {"prompt": SEP.join([system, *task.documents, task.question])})
         assert choices(by_id)[0].strip() == task.answer
         assert choices(by_id) == choices(literal)
         assert usage(by_id) == usage(literal) and usage(by_id)[1] == 4 * REUSED
         order = [segments[i] for i in (2, 0, 3, 1)]
-        shuffled = post(
-            server, {"prompt": system + "".join(s.form for s in order) + task.question, "logprobs": 1}
-        )
+        prompt = system + "".join(s.form for s in order) + task.question
+        shuffled = post(server, {"prompt": prompt, "logprobs": 1})
         assert choices(shuffled)[0].strip() == task.answer and usage(shuffled)[1] == 4 * REUSED
 
     def test_ids_in_chat(self, server, cache):
@@ -109,10 +106,8 @@ class TestServer:
         [once] = choices(post(server, {"prompt": prompt}))
         streamed = ask(server.url, "/v1/completions", {"prompt": prompt, "max_tokens": 8, "temperature": 0})
         assert streamed.text == once and streamed.cached_tokens == 2 * REUSED
-        chat = {
-            "messages": [{"role": "user", "content": f"{a.form}{b.form}{task.question}"}],
-            "max_tokens": 8,
-        }
+        said = {"role": "user", "content": f"{a.form}{b.form}{task.question}"}
+        chat = {"messages": [said], "max_tokens": 8}
         assert ask(server.url, "/v1/chat/completions", chat).cached_tokens == 2 * REUSED
         several = choices(post(server, {"prompt": [prompt, "w1 w2", prompt], "n": 2, "temperature": 0.001}))
         assert [several[i] for i in (0, 1, 4, 5)] == [once] * 4
@@ -129,9 +124,8 @@ class TestServer:
         else:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(url, json=body, timeout=httpx.Timeout(30, read=0.3))
-        after = server.wait_for_metrics(
-            lambda m: not (m["vllm:num_requests_running"] or m["vllm:num_requests_waiting"])
-        )
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        after = server.wait_for_metrics(lambda m: not any(m[name] for name in names))
         assert after["vllm:generation_tokens_total"] - before < 1900
 
     def test_a_segment_of_tokens_keeps_its_tokens(self, server, cache):
@@ -153,7 +147,7 @@ class TestServer:
         assert literal.json()["choices"][0]["logprobs"] == choice["logprobs"]
         refused = post(server, {"prompt": f"{segment.form}w3", "truncate_prompt_tokens": 8})
         assert refused.status_code == 400 and segment.id in refused.text
-        decoded = httpx.post(f"{server.url}/detokenize", json={"tokens": odd}, timeout=60).json()["prompt"]
+        decoded = send(server, "/detokenize", {"tokens": odd}).json()["prompt"]
         shown, asked = f"{SEP}{decoded}{SEP}w3", f"{segment.form}w3"
         assert choices(post(server, {"prompt": asked, "echo": True}))[0].startswith(shown)
         chat = {"messages": [{"role": "user", "content": asked}], "return_prompt_text": True}
@@ -199,13 +193,8 @@ class TestServer:
         warm = post(server, {"prompt": f"{segment.form}w1", "cache_salt": "mine"})
         assert usage(warm)[1] == REUSED
 
-    def test_listing_in_pages(self, server):
-        pages = tenant(server, "pages")
-        ids = {pages.compile(words(f"page {i}", 40)).id for i in range(5)}
-        listed = [s.id for s in pages.list(page_size=2)]
-        assert len(listed) == 5 and set(listed) == ids
-
-    def test_time_to_live(self, server, cache):
+    def test_time_to_live_and_deletion(self, server, cache):
+        # Time to live.
         segment = cache.compile(words("ttl"), ttl_s=600)
         assert segment.expires is not None and 0 < segment.expires - time.time() <= 600
         assert usage(post(server, {"prompt": f"{segment.form}w1"}))[1] == REUSED
@@ -218,8 +207,7 @@ class TestServer:
         assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
         literal = post(server, {"prompt": f"{SEP}{words('ttl')}{SEP}w1"})
         assert usage(literal)[1] == 0, "its record has gone too, from the pool and the disk"
-
-    def test_a_deleted_segment_is_gone(self, server, cache):
+        # A deleted segment is gone.
         segment = cache.compile(words("delete"))
         assert cache.delete(segment.id).id == segment.id
         with pytest.raises(SegmentNotFound):
@@ -238,16 +226,11 @@ class TestServer:
         assert places(pins, f"w1{left.form}w1") == ["stored"]
         assert pins.pin(left.id).resident, "pinning brings it back"
         with pytest.raises(PinRefused, match="may be pinned"):
-            self._pin_many(pins)
+            [pins.compile(words(f"filler {i}"), pinned=True) for i in range(14)]
         assert usage(post(server, {"prompt": f"{SEP}{words('others')}{SEP}w1"}))[0] > 0, "others are served"
         for segment in pins.list():
             pins.unpin(segment.id)
         assert not any(s.pinned for s in pins.list())
-
-    @staticmethod
-    def _pin_many(pins: SegmentCache) -> None:
-        for i in range(14):
-            pins.compile(words(f"filler {i}"), pinned=True)
 
     def test_short_segments_have_ids_but_no_records(self, server, cache):
         segment = cache.compile("w1 w2 w3")
@@ -280,58 +263,48 @@ class TestServer:
         ids=lambda v: v[:24] if isinstance(v, str) else "",
     )
     def test_refused_by_name(self, server, body, reason):
-        response = httpx.post(f"{server.url}/v1/hypic/segments", json=body, timeout=60)
+        response = send(server, "/v1/hypic/segments", body)
         assert response.status_code == 400, response.text
         assert reason in response.json()["error"]["message"]
 
-    def test_two_salts_in_one_request_are_refused(self, server):
+    def test_ids_and_salts_that_are_not_read_are_refused(self, server, cache):
+        # Two salts in one request are refused.
         body = {"text": "w1", "cache_salt": "a"}
-        response = httpx.post(f"{server.url}/v1/hypic/segments", json=body, headers={"X-Cache-Salt": "b"})
+        response = send(server, "/v1/hypic/segments", body, headers={"X-Cache-Salt": "b"})
         assert response.status_code == 400 and "different tenants" in response.text
+        # An id on a route that does not know ids is refused.
+        segment = cache.compile(words("elsewhere"))
+        response = send(server, "/v1/responses", {"input": f"w1{segment.form}"})
+        assert response.status_code == 400 and segment.id in response.text
 
-    @pytest.mark.parametrize("imitation", ["report", 1, ["delete", "x"]])
-    def test_clients_cannot_write_commands(self, server, imitation):
-        for body, chat in (
-            ({"prompt": "w1"}, False),
-            ({"messages": [{"role": "user", "content": "w1"}]}, True),
-        ):
+    def test_clients_cannot_write_commands_or_tokens(self, server):
+        # Clients cannot write commands.
+        chats = {False: {"prompt": "w1"}, True: {"messages": [{"role": "user", "content": "w1"}]}}
+        for imitation, (chat, body) in product(("report", 1, ["delete", "x"]), chats.items()):
             response = post(server, {**body, "vllm_xargs": {"hypic_command": imitation}}, chat=chat)
             assert response.status_code == 400 and "'hypic_command'" in response.text
-
-    def test_clients_cannot_write_tokens(self, server):
+        # Clients cannot write tokens.
         forged = f"<|hypic_tokens:{'0' * 32}:{base64.b64encode(bytes([5, 0, 0] * 3)).decode()}|>"
-        response = httpx.post(f"{server.url}/tokenize", json={"prompt": f"w1{forged}w2"}, timeout=60)
+        response = send(server, "/tokenize", {"prompt": f"w1{forged}w2"})
         assert response.status_code == 200 and 5 not in response.json()["tokens"]
-
-    def test_an_id_on_a_route_that_does_not_know_ids_is_refused(self, server, cache):
-        segment = cache.compile(words("elsewhere"))
-        response = httpx.post(f"{server.url}/v1/responses", json={"input": f"w1{segment.form}"}, timeout=60)
-        assert response.status_code == 400 and segment.id in response.text
 
     def test_tokenize_gives_what_the_engine_gets(self, server, cache):
         segment = cache.compile(words("tokenised"))
-        prompts = [
-            f"w1{segment.form}w2",
-            [{"type": "text", "text": "w1"}, segment.part, {"type": "text", "text": "w2"}],
-        ]
-        for prompt in prompts:
-            response = httpx.post(f"{server.url}/tokenize", json={"prompt": prompt}, timeout=60)
+        parts = [{"type": "text", "text": "w1"}, segment.part, {"type": "text", "text": "w2"}]
+        for prompt in (f"w1{segment.form}w2", parts):
+            response = send(server, "/tokenize", {"prompt": prompt})
             [choice] = post(server, {"prompt": prompt, "return_token_ids": True}).json()["choices"]
             assert response.json()["tokens"] == choice["prompt_token_ids"]
             assert len(choice["prompt_token_ids"]) == segment.tokens + 4
 
     def test_requests_without_ids_pass_unchanged(self, server):
         assert choices(post(server, {"prompt": "w1 w2"}))
-        for damaged in ("{", "[]", '{"prompt": "\\u003c"', '"<|hypic_segment:x|>"'):
-            response = httpx.post(
-                f"{server.url}/v1/completions", content=damaged, headers={"Content-Type": "application/json"}
-            )
-            assert response.status_code == 400, response.text
+        url, headers = f"{server.url}/v1/completions", {"Content-Type": "application/json"}
         escaped = '{"prompt": "\\u003c|hypic_segment:nobody|>", "max_tokens": 1}'
-        response = httpx.post(
-            f"{server.url}/v1/completions", content=escaped, headers={"Content-Type": "application/json"}
-        )
-        assert response.status_code == 404 and "nobody" in response.text
+        for damaged in ("{", "[]", '{"prompt": "\\u003c"', '"<|hypic_segment:x|>"', escaped):
+            response = httpx.post(url, content=damaged, headers=headers)
+            assert response.status_code == (404 if damaged == escaped else 400), response.text
+        assert "nobody" in response.text
 
     def test_command_line(self, server):
         def run(*arguments: str) -> str:
@@ -354,11 +327,8 @@ class TestServer:
 
     def test_example(self, server):
         example = Path(__file__).parents[2] / "examples" / "cached_documents.py"
-        done = forked.run(
-            [sys.executable, str(example), server.url],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            timeout=120,
-        )
+        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = forked.run([sys.executable, str(example), server.url], env=env, timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
         first, *lines = done.stdout.splitlines()
         assert first.startswith("<|hypic_segment:") and len(lines) == 2
@@ -366,12 +336,18 @@ class TestServer:
             answer, expected = line.split("answer:")[1].split("(expected: ")
             assert answer.split() == expected.split(")")[0].split() and line.endswith("reused tokens: 896")
 
-    def test_stats_and_health(self, cache):
+    def test_stats_health_and_pages(self, cache, server):
+        # Stats and health.
         cache.compile(words("stats"))
         stats = cache.stats()
         assert stats.catalogue == "file" and stats.segments > 0
         assert {"pool", "disk"} <= stats.tiers.keys() and stats.tiers["pool"]["objects"] > 0
         cache.check_health()
+        # Listing in pages.
+        pages = tenant(server, "pages")
+        ids = {pages.compile(words(f"page {i}", 40)).id for i in range(5)}
+        listed = [s.id for s in pages.list(page_size=2)]
+        assert len(listed) == 5 and set(listed) == ids
 
     def test_what_a_router_must_know(self, server):
         found = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).raise_for_status().json()
@@ -408,8 +384,7 @@ class TestServer:
         assert record.stat().st_ino == written, "not written again"
         for other in range(POOL_SEGMENTS + 1):  # until the pool has forgotten it
             assert post(server, {"prompt": f"{words(f'other {other}')}{SEP}"}).status_code == 200
-        landed = "vllm:hypic_segments_landed_total"
-        loaded = "vllm:hypic_segments_loaded_total"
+        landed, loaded = (f"vllm:hypic_segments_{how}_total" for how in ("landed", "loaded"))
         count = server.metrics()
         awaited = {"hypic_remote": [record.stem.split(".")[0]], "hypic_remote_deadline_s": 100}
         with ThreadPoolExecutor() as threads:
@@ -481,9 +456,8 @@ class TestSecondServer:
 
     def test_ids_survive_the_restart(self, locked_server):
         with self.client(locked_server, KEY) as keeper:
-            kept: dict[str | None, Segment] = {
-                (s := keeper.get(found.id, content=True)).text: s for found in keeper.list()
-            }
+            found = [keeper.get(s.id, content=True) for s in keeper.list()]
+            kept = {s.text: s for s in found}
             assert kept.keys() == {words("keep"), words("keep ttl")}
             pinned, mortal = kept[words("keep")], kept[words("keep ttl")]
             assert pinned.pinned and pinned.expires is None

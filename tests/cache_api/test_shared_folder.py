@@ -1,7 +1,5 @@
 """Engines that share a folder: each has a segment registry of its own there; none harms or awaits another."""
 
-from __future__ import annotations
-
 import sqlite3
 import subprocess
 import sys
@@ -77,12 +75,15 @@ def test_pins_and_expiries_are_the_engines_own(mine: SegmentRegistry, tmp_path: 
     assert list(mine.claimed()) == [KEY] and mine.get("me", entry.id) is not None
 
 
-def test_no_engine_waits_for_another(mine: SegmentRegistry, tmp_path: Path) -> None:
-    """One is stopped in the middle of a change."""
+def test_no_engine_waits_for_another_or_shares_memory(mine: SegmentRegistry, tmp_path: Path) -> None:
+    # One is stopped in the middle of a change.
     with engine(tmp_path) as ask:
         assert ask("begin") == "begun"
         entry = mine.add("me", Place.INTERIOR, [1])
     assert mine.get("me", entry.id) is not None
+    # Network folders have none: SQLite would keep it in a file beside the registry's.
+    names = {file.name.partition(".sqlite")[2] for file in tmp_path.glob("*.sqlite*")}
+    assert names == {"", "-wal"}
 
 
 def test_a_file_that_a_living_engine_uses_is_not_set_aside(tmp_path: Path) -> None:
@@ -95,20 +96,6 @@ def test_a_file_that_a_living_engine_uses_is_not_set_aside(tmp_path: Path) -> No
             assert other.set_aside is None
         told.append(ask("add 9"))
         assert all(ask(f"has {segment_id}") == "True" for segment_id in told)
-
-
-def test_a_killed_engines_file_is_free(tmp_path: Path) -> None:
-    with engine(tmp_path) as ask:
-        told = ask("add 1")
-    with closing(SegmentRegistry(tmp_path, MINE)) as again:
-        assert again.get("me", told) is not None
-
-
-def test_no_memory_is_shared_between_processes(mine: SegmentRegistry, tmp_path: Path) -> None:
-    """Network folders have none: SQLite would keep it in a file beside the registry's."""
-    mine.add("me", Place.INTERIOR, [1])
-    names = {file.name.partition(".sqlite")[2] for file in tmp_path.glob("*.sqlite*")}
-    assert names == {"", "-wal"}
 
 
 def test_an_operators_look_holds_up_one_command_at_most(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Planted numbers and subjects for tests of the gate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

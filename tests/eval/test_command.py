@@ -57,14 +57,11 @@ def test_what_is_refused(arguments: Sequence[str], says: str) -> None:
     assert says in " ".join(found.output.replace("│", " ").split())
 
 
-def test_families_of_the_demo_model_are_for_that(tmp_path: Path) -> None:
+def test_families_and_generators_of_other_models(tmp_path: Path) -> None:
     found = run("--model", str(tmp_path), "--tasks", "needle,one")
     assert found.exit_code == 2
     says = "'one' has no questions for this model; expected needle, keyvalue, variables"
     assert says in " ".join(found.output.split())
-
-
-def test_a_foreign_models_generator_must_be_asked_for(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, tmp_path / "foreign")
     asked = ("--model", str(tmp_path / "foreign" / "model"), "--tasks", "one", "--facts", "1000")
     assert "'one' has no questions for this model" in " ".join(run(*asked).output.split())

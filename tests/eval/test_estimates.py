@@ -31,7 +31,7 @@ def test_a_share_of_few_is_uncertain() -> None:
 
 
 def test_the_bootstrap_is_that_of_all_resamples() -> None:
-    """With three values all 27 resamples can be listed."""
+    # With three values all 27 resamples can be listed.
     values = [0.0, 1.0, 5.0]
     means = [sum(c) / 3 for c in itertools.product(values, repeat=3)]
     found = estimates.mean(values)
@@ -39,6 +39,9 @@ def test_the_bootstrap_is_that_of_all_resamples() -> None:
     assert found.n == 3
     low, high = np.percentile(means, (2.5, 97.5), method="inverted_cdf")
     assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    # Same values same interval.
+    values = [random.Random(i).random() for i in range(40)]
+    assert estimates.mean(values) == estimates.mean(values)
 
 
 def test_the_bootstrap_of_many_values_is_the_normal_interval() -> None:
@@ -50,14 +53,12 @@ def test_the_bootstrap_of_many_values_is_the_normal_interval() -> None:
     assert found.low + reach == pytest.approx(found.value, abs=0.1 * reach)
 
 
-def test_a_difference_is_paired() -> None:
-    """Prompts differ much, the two methods differ by one point in each: nothing is uncertain."""
+def test_differences_are_paired() -> None:
+    # Prompts differ much, the two methods differ by one point in each: nothing is uncertain.
     reference = [float(i) for i in range(50)]
     found = estimates.difference([r - 1 for r in reference], reference)
     assert found == Estimate(-1.0, -1.0, -1.0, 50)
-
-
-def test_the_difference_of_binary_scores() -> None:
+    # The difference of binary scores.
     # 200 prompts, 10 lost and 2 gained: variance of the difference is known.
     own = [0.0] * 10 + [1.0] * 190
     full = [1.0] * 10 + [0.0] * 2 + [1.0] * 188
@@ -66,31 +67,20 @@ def test_the_difference_of_binary_scores() -> None:
     spread = math.sqrt((12 / 200 - (8 / 200) ** 2) / 200)
     assert found.high - found.low == pytest.approx(2 * Z * spread, rel=0.1)
     assert found.low < found.value < found.high < 0
-
-
-def test_lists_of_different_length_are_no_pairs() -> None:
+    # Lists of different length are no pairs.
     with pytest.raises(ValueError, match="zip"):
         estimates.difference([1.0], [1.0, 2.0])
 
 
-def test_groups_count_alike() -> None:
+def test_groups_count_alike_and_are_resampled_by_themselves() -> None:
+    # Groups count alike.
     found = estimates.mean_of_means([[0.0] * 90, [1.0] * 10])
     assert found == Estimate(0.5, 0.5, 0.5, 100)
-
-
-def test_groups_are_resampled_by_themselves() -> None:
-    """Two groups of 100: the variance of the mean of their means is a quarter of the sum of theirs."""
+    # Two groups of 100: the variance of the mean of their means is a quarter of the sum of theirs.
     found = estimates.mean_of_means([[0.0, 1.0] * 50, [0.0, 1.0] * 50])
     reach = Z * math.sqrt(2 * (0.25 / 100) / 4)
     assert found.high - found.low == pytest.approx(2 * reach, rel=0.1)
-
-
-def test_same_values_same_interval() -> None:
-    values = [random.Random(i).random() for i in range(40)]
-    assert estimates.mean(values) == estimates.mean(values)
-
-
-def test_other_units() -> None:
+    # Other units.
     assert Estimate(0.5, 0.4, 0.6, 9).times(100) == Estimate(50.0, 40.0, 60.0, 9)
 
 

@@ -1,7 +1,5 @@
 """The command line of the gate, without engines: what they would measure is planted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.criteria import Numbers
 from vllm_hypic.eval.gate.fixed_set import TaskSet
 from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place
-from vllm_hypic.eval.gate.signoff import FOLDER, read
+from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.pool_batches import PoolError
@@ -80,6 +78,18 @@ def run(*arguments: str) -> Result:
     return result
 
 
+def judged(folder: Path, *options: str, code: int = 0) -> str:
+    """What the command says of the demo model, whose sign-offs go to ``folder``."""
+    result = run(MODEL, "--folder", str(folder), *options)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def signed(folder: Path) -> SignOff:
+    [path] = folder.iterdir()
+    return read(path)
+
+
 @pytest.mark.parametrize(
     ("planted", "verdict", "code"),
     [(GO, Verdict.GO, 0), (NO_GO, Verdict.NO_GO, 1), (CANNOT_JUDGE, Verdict.CANNOT_JUDGE, 3)],
@@ -88,18 +98,17 @@ def test_verdict_sign_off_and_exit_code(
     lab: Lab, tmp_path: Path, planted: Numbers, verdict: Verdict, code: int
 ) -> None:
     lab.found = {"hypic-8": planted}
-    result = run(MODEL, "--folder", str(tmp_path), "--by", "Ada")
-    assert result.exit_code == code, result.output
+    output = judged(tmp_path, "--by", "Ada", code=code)
     [path] = tmp_path.iterdir()
     sign_off = read(path, subject())
     assert path.stem == subject().key
     assert sign_off.judgement.verdict is verdict and sign_off.by == "Ada"
     assert sign_off.model == "tiny-hybrid-qa"
-    assert verdict.upper() in result.output.splitlines()
-    said = "".join(result.output.split())
+    assert verdict.upper() in output.splitlines()
+    said = "".join(output.split())
     for reason in sign_off.judgement.reasons:
         assert "".join(reason.says.split()) in said
-    assert str(path) in result.output
+    assert str(path) in output
     assert sign_off.evidence["numbers"]["answers"][0]["full"] == planted.answers[0].full
     assert {"tasks", "engine", "machine", "versions"} <= set(sign_off.evidence)
 
@@ -115,17 +124,7 @@ def test_a_foreign_models_generator_must_be_asked_for(lab: Lab, tmp_path: Path) 
 
 def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> None:
     options = {"link": "hypic", "min_segment_tokens": 16, "page_tokens": 32}
-    run(
-        MODEL,
-        "--folder",
-        str(tmp_path),
-        "--hypic",
-        json.dumps(options),
-        "--link",
-        "naive",
-        "--seam-tokens",
-        "4",
-    )
+    judged(tmp_path, "--hypic", json.dumps(options), "--link", "naive", "--seam-tokens", "4")
     [path] = tmp_path.iterdir()
     served = HypicConfig.from_mapping({"link": "naive", "seam_tokens": 4, "min_segment_tokens": 16})
     assert read(path, subject(served)).judgement.verdict is Verdict.GO
@@ -133,10 +132,8 @@ def test_the_sign_off_is_of_what_will_be_served(lab: Lab, tmp_path: Path) -> Non
 
 def test_contexts_and_islands_are_judged_with_their_link(lab: Lab, tmp_path: Path) -> None:
     lab.found = {"hypic-8/lead/query-20": NO_GO}
-    result = run(MODEL, "--folder", str(tmp_path), "--context", "lead", "--islands", "query-20")
-    assert result.exit_code == 1, result.output
-    [path] = tmp_path.iterdir()
-    options = read(path).subject.options
+    judged(tmp_path, "--context", "lead", "--islands", "query-20", code=1)
+    options = signed(tmp_path).subject.options
     assert (options["context"], options["islands"]) == ("lead", "query-20")
 
 
@@ -149,11 +146,8 @@ def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
         "gate": {"require": "go"},
     }
     engine = {"quantization": "awq", "max_model_len": 4096}
-    result = run(
-        *(MODEL, "--folder", str(tmp_path), "--hypic", json.dumps(hypic), "--dtype", "float32", "--eager"),
-        *("--engine-args", json.dumps(engine), "--threads", "1", "--kv-gib", "0.5"),
-    )
-    assert result.exit_code == 0, result.output
+    options = ("--engine-args", json.dumps(engine), "--threads", "1", "--kv-gib", "0.5")
+    judged(tmp_path, "--hypic", json.dumps(hypic), "--dtype", "float32", "--eager", *options)
     assert lab.place is not None
     assert lab.template.options == {"enable_thinking": False}, "answers are short"
     assert lab.place.more == {"dtype": "float32", "quantization": "awq", "max_model_len": 4096}
@@ -166,50 +160,41 @@ def test_what_engines_are_given(lab: Lab, tmp_path: Path) -> None:
 
 def test_the_narrowest_window_that_is_a_go(lab: Lab, tmp_path: Path) -> None:
     lab.found = {"hypic-0": NO_GO, "hypic-4": CANNOT_JUDGE}
-    result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "16,0,8,4")
-    assert result.exit_code == 0, result.output
-    assert "Recommended: seam_tokens=8, the narrowest window that is a go." in result.output
-    verdicts = {}
-    for path in tmp_path.iterdir():
-        sign_off = read(path)
-        verdicts[sign_off.subject.options["seam_tokens"]] = sign_off.judgement.verdict
+    output = judged(tmp_path, "--try-seams", "16,0,8,4")
+    assert "Recommended: seam_tokens=8, the narrowest window that is a go." in output
+    verdicts = {s.subject.options["seam_tokens"]: s.judgement.verdict for s in map(read, tmp_path.iterdir())}
     assert verdicts == {0: Verdict.NO_GO, 4: Verdict.CANNOT_JUDGE, 8: Verdict.GO, 16: Verdict.GO}
 
 
 @pytest.mark.parametrize(("other", "code"), [(NO_GO, 1), (CANNOT_JUDGE, 3)])
 def test_no_window_is_a_go(lab: Lab, tmp_path: Path, other: Numbers, code: int) -> None:
     lab.found = {"hypic-0": NO_GO, "hypic-4": other}
-    result = run(MODEL, "--folder", str(tmp_path), "--try-seams", "0,4")
-    assert result.exit_code == code
-    assert "No seam window that was tried is a go." in result.output
+    output = judged(tmp_path, "--try-seams", "0,4", code=code)
+    assert "No seam window that was tried is a go." in output
 
 
 def test_the_cheapest_context_and_islands_that_are_a_go(lab: Lab, tmp_path: Path) -> None:
     lab.found = {"hypic-8": NO_GO, "hypic-8/text": CANNOT_JUDGE}
-    result = run(MODEL, "--folder", str(tmp_path), "--choose")
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
+    said = " ".join(judged(tmp_path, "--choose").split())
     assert "Recommended: context='text', islands='query-5', the cheapest that are a go." in said
-    signed = [read(path) for path in tmp_path.iterdir()]
-    assert len(signed) == len(LADDER)
+    tried = [read(path) for path in tmp_path.iterdir()]
+    assert len(tried) == len(LADDER)
     served = subject(HypicConfig(context="text", islands="query-5"))
-    [sign_off] = [s for s in signed if s.subject == served]
+    [sign_off] = [s for s in tried if s.subject == served]
     assert sign_off.judgement.verdict is Verdict.GO
-
-
-def test_nothing_that_was_tried_is_a_go(lab: Lab, tmp_path: Path) -> None:
+    # Nothing that was tried is a go.
     names = ("/".join(part for part in ("hypic-8", *rung) if part != "none") for rung in LADDER)
     lab.found = dict.fromkeys(names, NO_GO)
-    result = run(MODEL, "--folder", str(tmp_path), "--choose")
-    assert result.exit_code == 1 and "No context and islands that were tried are a go" in result.output
+    assert "No context and islands that were tried are a go" in judged(tmp_path, "--choose", code=1)
 
 
 def test_limits_are_options(lab: Lab, tmp_path: Path) -> None:
     lab.found = {"hypic-8": NO_GO}
-    result = run(MODEL, "--folder", str(tmp_path), "--max-loss", "30", "--max-certain-loss", "30")
-    assert result.exit_code == 0, result.output
-    [path] = tmp_path.iterdir()
-    assert read(path).limits["loss"] == 30
+    judged(tmp_path, "--max-loss", "30", "--max-certain-loss", "30")
+    assert signed(tmp_path).limits["loss"] == 30
+    parameters: Any = {p.name: p for p in command.gate.params}
+    for name, value in vars(command.Limits()).items():
+        assert parameters[name].default == value
 
 
 def test_where_sign_offs_go(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +209,7 @@ def test_the_users_own_tasks_are_a_set_of_their_own(lab: Lab, tmp_path: Path) ->
     line = {"input": "Who?", "context": "Ada came. " * 20_000, "answers": ["Ada"]}
     data = tmp_path / "mine.jsonl"
     data.write_text(2 * (json.dumps(line) + "\n"))
-    result = run(MODEL, "--folder", str(tmp_path / "out"), "--data", str(data), "--prompts", "8")
-    assert result.exit_code == 0, result.output
+    judged(tmp_path / "out", "--data", str(data), "--prompts", "8")
     assert [(s.name, len(s.tasks)) for s in lab.sets] == [("fixed set", 8), ("mine.jsonl", 2)]
     assert lab.place is not None and lab.place.context > 30_000
 
@@ -272,9 +256,7 @@ def test_usage_errors(lab: Lab, arguments: list[str], says: str) -> None:
 )
 def test_a_gate_that_does_not_finish_signs_nothing(lab: Lab, tmp_path: Path, failure: Exception) -> None:
     lab.found = failure
-    result = run(MODEL, "--folder", str(tmp_path))
-    assert result.exit_code == 1
-    assert f"the gate did not finish: {failure}" in result.output
+    assert f"the gate did not finish: {failure}" in judged(tmp_path, code=1)
     assert not list(tmp_path.iterdir())
 
 
@@ -300,17 +282,9 @@ def test_the_fixed_set_is_fixed(generator: Generator) -> None:
     assert [t.family for t in one.tasks] == kinds * (10 // len(kinds))
     assert one.metric is Metric.EXACT and all(len(t.segments) == 8 for t in one.tasks)
     assert demo(0) == demo(0) != demo(1)
-
-
-def test_the_fixed_set_of_other_models_is_questions_and_texts() -> None:
+    # The fixed set of other models is questions and texts.
     questions, texts = command.fixed_sets(None, 9, 0, chat=True)
     assert [t.family for t in questions.tasks] == list(QUESTIONS) * 2
     assert questions.metric is Metric.CONTAINS and not any(t.continuation for t in questions.tasks)
     assert [t.family for t in texts.tasks] == list(CONTINUATIONS) * 2
     assert texts.metric is None and all(t.continuation for t in texts.tasks)
-
-
-def test_every_limit_has_an_option() -> None:
-    parameters: Any = {p.name: p for p in command.gate.params}
-    for name, value in vars(command.Limits()).items():
-        assert parameters[name].default == value

@@ -1,7 +1,7 @@
 """A verdict for every kind of numbers, with the reason that decides."""
 
-from __future__ import annotations
-
+import dataclasses
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ def test_all_is_well() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "criterion", "says"),
+    ("beyond", "criterion", "says"),
     [
         ({"faults": ("cold differs from warm",)}, FAULTS, "cold differs from warm"),
         ({"reuse": Reuse(0, 3000)}, FAULTS, "0 of 3000 reusable tokens were reused, 0.0 %"),
@@ -59,37 +59,32 @@ def test_all_is_well() -> None:
         ({"distances": replace(FINE, changed=5.1)}, FIRST_TOKENS, "5.1 % of the 95 first tokens"),
     ],
 )
-def test_one_criterion_that_fails_is_a_no_go(changed: dict[str, Any], criterion: str, says: str) -> None:
-    found = numbers(**changed)
+def test_one_criterion_that_fails_is_a_no_go(beyond: dict[str, Any], criterion: str, says: str) -> None:
+    found = numbers(**beyond)
     assert fails(found) == [criterion]
     [reason] = judge(found, LIMITS).against
     assert says in reason.says
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_what_is_just_within_a_limit_is_a_go() -> None:
+    for within in (
         {"answers": (answers(lost=2),)},
         {"answers": (answers(lost=6, gained=4),)},
         {"reuse": Reuse(2860, 3000)},
         {"distances": replace(FINE, kl_p90=0.19, kl_median=0.19)},
         {"distances": replace(FINE, changed=4.9)},
-    ],
-)
-def test_just_within_a_limit(changed: dict[str, Any]) -> None:
-    assert judge(numbers(**changed), LIMITS).verdict is Verdict.GO
+    ):
+        assert judge(numbers(**within), LIMITS).verdict is Verdict.GO, within
 
 
-def test_a_loss_that_may_be_chance_is_said() -> None:
+def test_losses_that_may_be_chance_and_losses_that_are_certain() -> None:
+    # A loss that may be chance is said.
     found = numbers(answers=(answers(96, 70, lost=14, gained=6),))
     judgement = judge(found, LIMITS)
     assert judgement.verdict is Verdict.GO and found.answers[0].loss.value > LIMITS.loss
     [reason] = [r for r in judgement.reasons if r.criterion == ANSWERS]
     assert "8.3 lost" in reason.says and "these may be chance" in reason.says
-
-
-def test_a_small_loss_that_is_certain_is_a_no_go() -> None:
-    """Of many prompts: the mean is within its limit, and all of the interval beyond the other one."""
+    # Of many prompts: the mean is within its limit, and all of the interval beyond the other one.
     found = numbers(answers=(answers(4000, 3900, lost=100),))
     [reason] = judge(found, LIMITS).against
     assert reason.criterion == ANSWERS and reason.measured is not None
@@ -97,16 +92,9 @@ def test_a_small_loss_that_is_certain_is_a_no_go() -> None:
     assert fails(numbers(answers=(answers(4000, 3900, lost=40),))) == []
 
 
-def test_noise_widens_the_limits_of_distributions() -> None:
-    noisy = replace(NOISE, kl_p90=0.05, changed=10.0)
-    far = replace(FINE, kl_p90=0.22, changed=14.0)
-    assert fails(numbers(distances=far)) == [DISTRIBUTIONS, FIRST_TOKENS]
-    assert fails(numbers(distances=far, noise=noisy)) == []
-
-
 def test_answers_that_say_nothing() -> None:
-    """Full recompute answers too little: neither go nor no-go, whatever reuse answers, and whatever its
-    distributions are; only faults and texts condemn."""
+    # Full recompute answers too little: neither go nor no-go, whatever reuse answers, and whatever its
+    # distributions are; only faults and texts condemn.
     silent = (answers(right=18, lost=18),)
     judgement = judge(numbers(answers=silent), LIMITS)
     assert judgement.verdict is Verdict.CANNOT_JUDGE
@@ -141,35 +129,36 @@ def test_one_set_that_tells_is_enough_and_each_is_judged() -> None:
     assert reason.says.startswith("my.jsonl, exact match: 100.0 points recomputed, 80.0 reused")
 
 
-def test_a_model_that_is_never_sure_of_a_first_token() -> None:
-    """Ties may fall either way: that is no loss."""
+def test_ties_and_faults_beside_missing_numbers() -> None:
+    # Ties may fall either way: that is no loss.
     flat = replace(FINE, sure=0, changed=0.0, agreement=60.0)
     judgement = judge(numbers(distances=flat), LIMITS)
     assert judgement.verdict is Verdict.GO
     assert [r.holds for r in judgement.reasons if r.criterion == FIRST_TOKENS] == [None]
-
-
-def test_numbers_missing_after_a_fault() -> None:
+    # Numbers missing after a fault.
     assert fails(Numbers(faults=("link method 'naive' ... has none",))) == [FAULTS]
+    # A judgement survives json.
+    judgement = judge(numbers(answers=(answers(right=2),)), LIMITS)
+    assert Judgement.from_mapping(json.loads(json.dumps(dataclasses.asdict(judgement)))) == judgement
 
 
-def test_limits_are_those_given() -> None:
+def test_limits_are_those_given_and_noise_widens_them() -> None:
+    # Limits are those given.
     found = numbers(answers=(answers(lost=14),), distances=replace(FINE, kl_p90=0.5))
     assert fails(found, Limits(loss=50, certain_loss=50, kl=1.0)) == []
+    # Noise widens the limits of distributions.
+    noisy = replace(NOISE, kl_p90=0.05, changed=10.0)
+    far = replace(FINE, kl_p90=0.22, changed=14.0)
+    assert fails(numbers(distances=far)) == [DISTRIBUTIONS, FIRST_TOKENS]
+    assert fails(numbers(distances=far, noise=noisy)) == []
 
 
-def test_points_of_answers() -> None:
+def test_points_and_distances() -> None:
+    # Points of answers.
     found = Answers.of("set", "F1", [1.0, 0.5, 0.75, 0.75], [0.5, 0.5, 0.75, 0.75])
     assert (found.full, found.reuse) == (75.0, 62.5)
     assert found.loss.value == 12.5 and found.loss.n == 4
-
-
-def outcome(*probabilities: float) -> MethodAnswer:
-    """First-token probabilities of tokens 0, 1, ..."""
-    return MethodAnswer("", (), {i: math.log(p) for i, p in enumerate(probabilities)}, 10, 5)
-
-
-def test_distances_are_of_all_prompts_and_of_those_that_are_sure() -> None:
+    # Distances are of all prompts and of those that are sure.
     full = [outcome(0.9, 0.1)] * 8 + [outcome(0.49, 0.48)] * 2
     same = Distances.of(full, full)
     assert (same.prompts, same.kl_p90, same.agreement, same.changed) == (10, 0, 100, 0)
@@ -183,9 +172,6 @@ def test_distances_are_of_all_prompts_and_of_those_that_are_sure() -> None:
     assert found.kl_mean == pytest.approx((gap + 2 * found.kl_p90) / 10)
 
 
-def test_a_judgement_survives_json() -> None:
-    import dataclasses
-    import json
-
-    judgement = judge(numbers(answers=(answers(right=2),)), LIMITS)
-    assert Judgement.from_mapping(json.loads(json.dumps(dataclasses.asdict(judgement)))) == judgement
+def outcome(*probabilities: float) -> MethodAnswer:
+    """First-token probabilities of tokens 0, 1, ..."""
+    return MethodAnswer("", (), {i: math.log(p) for i, p in enumerate(probabilities)}, 10, 5)

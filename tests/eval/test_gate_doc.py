@@ -1,7 +1,5 @@
 """docs/gate.md says what holds: options, defaults, limits, exit codes, what the key covers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -32,44 +30,37 @@ def rows(heading: str, first: str) -> list[list[str]]:
     return [[c.strip() for c in line[1:-1].split("|")] for line in table[1].splitlines()]
 
 
-def test_limits() -> None:
+def test_limits_options_and_exit_codes() -> None:
+    # Limits.
     told = {row[2].strip("`"): float(row[3].strip("`")) for row in rows("Criteria", "criterion")}
     defaults = {p.opts[0]: p.default for p in gate.params if p.name in vars(Limits())}
     assert told == defaults and len(told) == len(vars(Limits()))
-
-
-def test_options_of_the_server() -> None:
+    # Options of the server.
     told = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in rows("At a server's start", "option")}
     assert told == dataclasses.asdict(GateConfig())
-
-
-def test_options_of_the_command_exist() -> None:
+    # Options of the command exist.
     for option in re.findall(r"`(--[a-z-]+)", TEXT):
         assert option in OPTIONS or option in ("--help", "--additional-config"), option
     for name in ("--prompts", "--kv-gib"):
         assert f"{OPTIONS[name].default:g}" in PROSE
-
-
-def test_exit_codes() -> None:
+    # Exit codes.
     told = {int(row[0]): row[1] for row in rows("The command", "exit code")}
     assert sorted(told) == sorted(Exit)
     assert told[Exit.USAGE] == "usage" and told[Exit.CANNOT_JUDGE] == Verdict.CANNOT_JUDGE
 
 
-def test_what_the_key_covers() -> None:
+def test_the_key_the_fixed_set_and_links() -> None:
+    # What the key covers.
     told = [name for row in rows("The sign-off", "part") for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(told) == sorted(f.name for f in dataclasses.fields(Subject))
-
-
-def test_sizes_of_the_fixed_set() -> None:
+    # Sizes of the fixed set.
     assert f"{OPTIONS['--prompts'].default} questions" in PROSE and len(QUESTIONS) == 5
     assert f"{DEMO_DOCUMENTS} documents of {DEMO_TOKENS} tokens" in PROSE
     assert f"{continuations.TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
     assert all(f"(`{family}`)" in PROSE for family in CONTINUATIONS)
     assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
 
-
-def test_links_lead_somewhere() -> None:
+    # Links lead somewhere.
     def anchors(text: str) -> set[str]:
         lines = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         return {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in lines}

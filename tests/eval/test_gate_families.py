@@ -4,16 +4,13 @@ Each is so shallow that what its records hold depends on nothing outside their s
 joining them is full recompute: the gate must find rounding and no more, and far more where records are wrong.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from engine import tiny_models
 from engine.engines import worker_of
 from oracle import (
@@ -26,13 +23,9 @@ from oracle import (
 from oracle.fla_models import save_fla_model
 from oracle.models import FULL, SLIDING, save_shared_kv_model
 
-from vllm_hypic.cli import main
 from vllm_hypic.eval import runner
-from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.command import Exit
 from vllm_hypic.eval.gate.criteria import DISTRIBUTIONS, FAULTS
-from vllm_hypic.eval.gate.measure import GateMeasurement, Place
-from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.task import Example
@@ -41,6 +34,8 @@ from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.random_checkpoints import scale
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
+
+from .gating import Judged, gate, measuring_once
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -111,48 +106,20 @@ def empty(llm: Any) -> None:
             part.zero_()
 
 
-@dataclass(frozen=True)
-class Judged:
-    exit_code: int
-    said: str
-    sign_off: SignOff
-
-    def numbers(self, what: str) -> Any:
-        return self.sign_off.evidence["numbers"][what]
-
-    def holds(self, criterion: str) -> bool:
-        reasons = [r for r in self.sign_off.judgement.reasons if r.criterion == criterion]
-        return bool(reasons) and all(r.holds for r in reasons)
-
-
 def judged(family: Family, folder: Path, patch: pytest.MonkeyPatch) -> list[Judged]:
-    """Verdicts on the default and on what is wrong; engines are started once, and measure both."""
-    measured: list[GateMeasurement] = []
-    measure, prepare = command.measure, runner.prepare
-
-    def once(place: Place, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
-        if not measured:
-            measured.append(measure(place, (*methods, family.wrong), *args, **options))
-        numbers = {m: n for m, n in measured[0].numbers.items() if m.link == methods[0].link}
-        return replace(measured[0], numbers=numbers)
+    """Verdicts on the default and on what is wrong."""
+    prepare = runner.prepare
 
     def prepare_or_empty(engine: Engine, method: Method, group: Sequence[Example]) -> None:
         prepare(engine, method, group)
         if method == EMPTIED:
             engine.call(empty)
 
-    def gate(link: str) -> Judged:
-        gates = folder / link
-        arguments = ["gate", str(folder / "model"), "--folder", str(gates), "--link", link, "--prompts", "8"]
-        arguments += ["--eager", "--threads", "1", "--kv-gib", "0.25", "--timeout-s", "400"]
-        result = CliRunner().invoke(main, arguments, catch_exceptions=False)
-        assert gates.is_dir() and any(gates.iterdir()), result.output
-        [path] = gates.iterdir()
-        return Judged(result.exit_code, result.output, read(path))
-
-    patch.setattr(command, "measure", once)
     patch.setattr(runner, "prepare", prepare_or_empty)
-    return [gate(link) for link in ("hypic", family.wrong.link or "")]
+    small = ("--prompts", "8", "--kv-gib", "0.25")
+    with measuring_once(family.wrong):
+        links = ("hypic", family.wrong.link or "")
+        return [gate(folder / "model", folder / link, "--link", link, *small) for link in links]
 
 
 def with_questions(family: Family, folder: Path) -> None:

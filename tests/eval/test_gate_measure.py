@@ -1,11 +1,9 @@
 """What the gate makes of engines that answer as they should, and of those that do not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,17 @@ from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place, m
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.results import Metric
-from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task
+from vllm_hypic.eval.task import ChatTemplate, Task
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.primitives.options import LinkDefaults
-from vllm_hypic.primitives.policies import ModelTraits
 
 from .gate_numbers import subject
+from .stand_ins import SEPARATOR, Bar, BookingEngine
 
 HYPIC, NAIVE = Method("hypic-4", "hypic", 4), Method("naive-4", "naive", 4)
 DEFAULTS = LinkDefaults("hypic", 4, "none", "query-15")
-SEPARATOR, RIGHT, WRONG = 0, 1, 2
+RIGHT, WRONG = 1, 2
 DOCUMENT = 40
 """Tokens; of them 32, the least that is kept, are not seam."""
 
@@ -43,24 +41,18 @@ def task(number: int, documents: int = 2) -> Task:
 SETS = [TaskSet("fixed set", Metric.EXACT, tuple(map(task, range(6))))]
 
 
-@dataclass
-class Model:
-    """Stands in for an engine of a model whose tokens are words; answers are right, unless one is planted."""
+Planted = Callable[[Ask, bool, Answer], Answer]
+"""(request, whether its documents were asked about before, answer) -> answer."""
 
-    hypic: bool = True
-    planted: Callable[[Ask, bool, Answer], Answer] = lambda ask, warm, answer: answer
-    """(request, whether its documents were asked about before, answer) -> answer."""
-    has_linear: bool = True
-    warm: set[tuple[int, ...]] = field(default_factory=set)
-    described: dict[str, int] = field(default_factory=lambda: {"max_model_len": 200})
-    separator: int = SEPARATOR
-    link_defaults: LinkDefaults = DEFAULTS
 
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return getattr(self, function.__name__.lstrip("_"))(*args)
+class Model(BookingEngine):
+    """Its answers are right, unless others are planted."""
 
-    def ask(self, ask: Ask) -> Answer:
-        return self.generate([ask])[0]
+    link_defaults = DEFAULTS
+
+    def __init__(self, planted: Planted = lambda ask, warm, answer: answer, *, linear: bool = True) -> None:
+        super().__init__(context=200, linear=linear)
+        self.planted = planted
 
     def has_chat_template(self) -> bool:
         return False
@@ -68,18 +60,8 @@ class Model:
     def subject(self) -> Any:
         return subject()
 
-    def token_ids(self, texts: list[str], template: ChatTemplate) -> list[list[int]]:
-        words = [text.replace(TEXTS.sep, f" {TEXTS.sep} ").split() for text in texts]
-        return [[SEPARATOR if w == TEXTS.sep else 3 + len(w) for w in line] for line in words]
-
-    def traits(self) -> ModelTraits:
-        return ModelTraits(has_linear=self.has_linear, has_attention=True)
-
     def limits(self) -> None:
         return None
-
-    def reset(self) -> None:
-        self.warm.clear()
 
     def forget_streams(self) -> None:
         """Documents stay known."""
@@ -87,31 +69,15 @@ class Model:
     def decode(self, answers: list[tuple[int, ...]]) -> list[str]:
         return [{RIGHT: "right", WRONG: "wrong"}[tokens[0]] for tokens in answers]
 
-    def generate(self, asks: list[Ask]) -> list[Answer]:
-        return [self._answer(ask) for ask in asks]
-
-    def _answer(self, ask: Ask) -> Answer:
+    def answer(self, ask: Ask) -> Answer:
         places = [i for i, token in enumerate(ask.tokens) if token == SEPARATOR]
         key = tuple(ask.tokens[: places[-1]] if places else ask.tokens)  # without the question
-        warm = key in self.warm
-        self.warm.add(key)
+        warm = key in self.held
+        self.held.add(key)
         documents = len(places) - 1
         cached = documents * (DOCUMENT - 2 * HYPIC.seam) if warm and documents > 0 else 0
         logprobs = {RIGHT: math.log(0.9), WRONG: math.log(0.1)}
         return self.planted(ask, warm, Answer((RIGHT,), (0.0,), logprobs, len(ask.tokens), cached))
-
-
-class Silent:
-    """A progress bar that nobody sees."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def show(self, what: str) -> None:
-        pass
-
-    def done(self, n: int = 1) -> None:
-        self.count += n
 
 
 def run(
@@ -122,29 +88,18 @@ def run(
     methods: tuple[Method, ...] = (HYPIC,),
     sets: list[TaskSet] = SETS,
 ) -> GateMeasurement:
-    engines = {True: hypic or Model(), False: noise or Model(hypic=False)}
-
-    def running(engine: Model) -> AbstractContextManager[None]:
-        return nullcontext()
-
+    engines = {True: hypic or Model(), False: noise or Model()}
     for where in (module, runner):
         monkeypatch.setattr(where, "Engine", lambda *args, hypic, **more: engines[hypic])
-    monkeypatch.setattr(module, "running", running)
+    monkeypatch.setattr(module, "running", lambda engine: nullcontext())
     place = Place(EngineSettings(Path("model"), threads=1), 200, {})
-    steps = Silent()
-    found = measure(
-        place,
-        methods,
-        lambda chat: sets,
-        chat=None,
-        template=ChatTemplate(),
-        steps=steps,  # type: ignore[arg-type]
-    )
-    assert steps.count == sum(len(s.tasks) for s in sets) * (len(methods) + 2)
+    steps: Any = Bar()
+    found = measure(place, methods, lambda _: sets, chat=None, template=ChatTemplate(), steps=steps)
+    assert steps.total == sum(len(s.tasks) for s in sets) * (len(methods) + 2)
     return found
 
 
-def with_reuse(change: Callable[[Answer], Answer]) -> Callable[[Ask, bool, Answer], Answer]:
+def with_reuse(change: Callable[[Answer], Answer]) -> Planted:
     """Plants a change in what is answered with reuse, cold or warm."""
     return lambda ask, warm, answer: change(answer) if SEPARATOR in ask.tokens else answer
 
@@ -156,6 +111,10 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.reuse is not None and numbers.reuse.reused == numbers.reuse.reusable == 6 * 2 * 32
     assert [(a.name, a.full, a.reuse) for a in numbers.answers] == [("fixed set", 100, 100)]
     assert found.chat is False and found.left_out == 0
+    # Answers that reuse gets wrong.
+    model = Model(with_reuse(lambda answer: replace(answer, tokens=(WRONG,))))
+    numbers = run(monkeypatch, model).numbers[HYPIC]
+    assert [(a.full, a.reuse, a.loss.value) for a in numbers.answers] == [(100, 0, 100)]
 
 
 def test_a_method_that_depends_on_the_model_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,31 +130,26 @@ def test_sets_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each set has its own scores, of its own answers."""
 
     def fail(ask: Ask, warm: bool, answer: Answer) -> Answer:
-        return replace(answer, tokens=(WRONG,)) if ask.tokens[-1] == 3 + len("hard?") else answer
+        return replace(answer, tokens=(WRONG,)) if ask.tokens[-1] == model.words["hard?"] else answer
 
+    model = Model(fail)
     hard = TaskSet("hard", Metric.F1, tuple(replace(task(i), question="hard?") for i in range(3)))
-    numbers = run(monkeypatch, Model(planted=fail), sets=[hard, *SETS]).numbers[HYPIC]
+    numbers = run(monkeypatch, model, sets=[hard, *SETS]).numbers[HYPIC]
     assert [(a.name, a.metric, a.full, a.loss.n) for a in numbers.answers] == [
         ("hard", "F1", 0, 3),
         ("fixed set", "exact match", 100, 6),
     ]
 
 
-def test_answers_that_reuse_gets_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(planted=with_reuse(lambda answer: replace(answer, tokens=(WRONG,))))
-    numbers = run(monkeypatch, model).numbers[HYPIC]
-    assert [(a.full, a.reuse, a.loss.value) for a in numbers.answers] == [(100, 0, 100)]
-
-
 def test_distributions_against_the_noise_of_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = ({RIGHT: math.log(p), WRONG: math.log(1 - p)} for p in (0.89, 0.5))
-    model = Model(planted=with_reuse(lambda answer: replace(answer, logprobs=far)))
+    model = Model(with_reuse(lambda answer: replace(answer, logprobs=far)))
 
     def noisy(ask: Ask, warm: bool, answer: Answer) -> Answer:
         assert ask.logprobs_of == [RIGHT, WRONG], "the most likely tokens of the other engine"
         return replace(answer, logprobs=near)
 
-    numbers = run(monkeypatch, model, Model(hypic=False, planted=noisy)).numbers[HYPIC]
+    numbers = run(monkeypatch, model, Model(noisy)).numbers[HYPIC]
     assert numbers.noise is not None and numbers.distances is not None
     assert 0 < numbers.noise.kl_p90 < 0.01 < 0.3 < numbers.distances.kl_p90
 
@@ -207,11 +161,25 @@ def faults(found: GateMeasurement, method: Method = HYPIC) -> str:
     return "; ".join(r.says for r in judgement.against)
 
 
-def test_warm_that_differs_from_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_what_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Warm that differs from cold.
     def differ(ask: Ask, warm: bool, answer: Answer) -> Answer:
         return replace(answer, logprobs={RIGHT: -0.1, WRONG: -2.3}) if warm else answer
 
-    assert "with cold and with warm documents differ" in faults(run(monkeypatch, Model(planted=differ)))
+    assert "with cold and with warm documents differ" in faults(run(monkeypatch, Model(differ)))
+    # Nothing is reused.
+    model = Model(with_reuse(lambda answer: replace(answer, cached=0)))
+    assert "0 of 384 reusable tokens were reused" in faults(run(monkeypatch, model))
+    # It is not asked for; the other one is judged all the same.
+
+    def asked(ask: Ask, warm: bool, answer: Answer) -> Answer:
+        assert ask.extra.get("hypic_link") != "naive"
+        return answer
+
+    model = Model(asked, linear=False)
+    found = run(monkeypatch, model, methods=(NAIVE, HYPIC))
+    assert "this model has none" in faults(found, NAIVE)
+    assert judge(found.numbers[HYPIC], Limits()).verdict is Verdict.GO
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
@@ -220,27 +188,7 @@ def test_logprobs_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, bad: floa
         asked_once_more = ask.max_tokens > 1 and SEPARATOR in ask.tokens
         return replace(answer, logprobs={RIGHT: bad, WRONG: bad}) if asked_once_more else answer
 
-    assert f"12 logprobs of first tokens are no numbers ({bad})" in faults(
-        run(monkeypatch, Model(planted=broken))
-    )
-
-
-def test_nothing_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(planted=with_reuse(lambda answer: replace(answer, cached=0)))
-    assert "0 of 384 reusable tokens were reused" in faults(run(monkeypatch, model))
-
-
-def test_a_method_that_the_model_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not asked for; the other one is judged all the same."""
-
-    def asked(ask: Ask, warm: bool, answer: Answer) -> Answer:
-        assert ask.extra.get("hypic_link") != "naive"
-        return answer
-
-    model = Model(planted=asked, has_linear=False)
-    found = run(monkeypatch, model, methods=(NAIVE, HYPIC))
-    assert "this model has none" in faults(found, NAIVE)
-    assert judge(found.numbers[HYPIC], Limits()).verdict is Verdict.GO
+    assert f"12 logprobs of first tokens are no numbers ({bad})" in faults(run(monkeypatch, Model(broken)))
 
 
 def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,20 +196,18 @@ def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -
         return replace(answer, logprobs={RIGHT: math.nan, WRONG: math.nan})
 
     with pytest.raises(MeasureError, match="model is broken without reuse: 12 logprobs"):
-        run(monkeypatch, Model(planted=lambda a, w, x: x if SEPARATOR in a.tokens else broken(a, w, x)))
+        run(monkeypatch, Model(lambda a, w, x: x if SEPARATOR in a.tokens else broken(a, w, x)))
 
 
-def test_tasks_that_are_no_prompts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_that_are_no_prompts_or_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Tasks that are no prompts are told.
     empty = replace(task(0), segments=("w", ""))
     with pytest.raises(TasksError, match=r"own: .*segment"):
         run(monkeypatch, sets=[TaskSet("own", Metric.F1, (empty,))])
-
-
-def test_prompts_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Prompts that are too long are left out.
     long = task(9, documents=5)
     found = run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (task(0), long, task(1)))])
     assert found.left_out == 1 and found.numbers[HYPIC].answers[0].loss.n == 2
-    with pytest.raises(
-        TasksError, match="own: no prompt fits the context of 200 tokens; the shortest has 202"
-    ):
+    says = "own: no prompt fits the context of 200 tokens; the shortest has 202"
+    with pytest.raises(TasksError, match=says):
         run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (long,))])

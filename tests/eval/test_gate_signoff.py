@@ -1,11 +1,9 @@
 """Sign-offs as files: what is written is read, and nothing else counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,12 +59,10 @@ def test_round_trip(tmp_path: Path) -> None:
     write(path, again := signed(subject()))
     assert read(path) == again
     assert [p.name for p in path.parent.iterdir()] == [f"{one.subject.key}.json"]
-
-
-def test_numbers_that_json_has_not_are_refused(tmp_path: Path) -> None:
+    # Numbers that json has not are refused.
     with pytest.raises(ValueError, match="Out of range"):
         write(tmp_path / "x.json", signed(subject(), evidence={"kl": float("nan")}))
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("x*"))
 
 
 @pytest.mark.parametrize(
@@ -109,17 +105,15 @@ def test_what_does_not_count(
     assert found.sign_off is None and not found.go and says in found.says
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": 1}', "\udce9"])
-def test_foreign_files_do_not_count(tmp_path: Path, text: str) -> None:
+def test_foreign_files_do_not_count(tmp_path: Path) -> None:
     path = path_in(tmp_path, subject())
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(SignOffError, match=r"is no JSON|is no sign-off"):
-        read(path)
-    assert not find(str(tmp_path), subject()).go
-
-
-def test_a_folder_in_its_place(tmp_path: Path) -> None:
-    path_in(tmp_path, subject()).mkdir()
+    for text in ("", "{", "[]", "3", '{"a": 1}', "\udce9"):
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(SignOffError, match=r"is no JSON|is no sign-off"):
+            read(path)
+        assert not find(str(tmp_path), subject()).go, text
+    path.unlink()
+    path.mkdir()  # a folder in its place
     assert "cannot be read" in find(str(tmp_path), subject()).says
 
 
@@ -137,37 +131,27 @@ def test_every_option_is_told_or_named_neutral() -> None:
     assert set(telling(used)) == options - NEUTRAL
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def key(**options: Any) -> str:
+    return subject(HypicConfig.from_mapping(options)).key
+
+
+def test_options_that_change_numbers_change_the_key_and_others_do_not() -> None:
+    for telling_ones in (
         {"link": "block"},
         {"seam_tokens": 4},
         {"min_segment_tokens": 16},
         {"dead_transition": 0},
         {"state_dtype": "float16"},
-    ],
-)
-def test_options_that_change_numbers_change_the_key(options: dict[str, Any]) -> None:
-    assert subject(HypicConfig.from_mapping(options)).key != subject().key
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
+    ):
+        assert key(**telling_ones) != subject().key, telling_ones
+    for neutral in (
         {"page_tokens": 32, "pool_bytes": 1 << 30},
         {"gate": {"require": "go", "folder": "/x"}},
         {"store": {"tiers": [{"type": "memory", "bytes": 1}]}},
         {"dummy_token": 3},
-    ],
-)
-def test_others_do_not(options: dict[str, Any]) -> None:
-    assert subject(HypicConfig.from_mapping(options)).key == subject().key
-
-
-def test_options_that_the_link_method_does_not_read_do_not_count() -> None:
-    def key(**options: Any) -> str:
-        return subject(HypicConfig.from_mapping(options)).key
-
+    ):
+        assert key(**neutral) == subject().key, neutral
+    # Options that the link method does not read do not count.
     assert key(link="block", seam_tokens=4) == key(link="block", seam_tokens=8)
     assert key(link="naive", seam_tokens=4) != key(link="naive", seam_tokens=8)
     assert key(link="epic-0", dummy_token=3) != key(link="epic-0")
@@ -180,7 +164,8 @@ def test_every_field_is_in_the_key(field: str) -> None:
     assert [line.split(":")[0] for line in other.differs(subject())] == [field]
 
 
-def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_folder_and_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Default folder.
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert default_folder() == tmp_path
     monkeypatch.setenv(FOLDER, "")
@@ -188,10 +173,7 @@ def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert default_folder() == Path("/cache/vllm-hypic/gates")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_folder() == Path.home() / ".cache/vllm-hypic/gates"
-
-
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever only warns must not end the start for it."""
+    # Whoever only warns must not end the start for it.
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -204,9 +186,11 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- at the start of a server ------------------------------------------------------------------------
 
+Told = Callable[..., list[str]]
+
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
     """Looks for a sign-off, for a model whose subject follows from the options; lines of the log."""
 
     def looked(
@@ -231,25 +215,16 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     logger.removeHandler(caplog.handler)
 
 
-Told = Callable[..., list[str]]
-
-
-def test_a_model_without_a_sign_off_is_told_in_one_line(told: Told, tmp_path: Path) -> None:
-    [line] = told(tmp_path, seam_tokens=4)
-    assert line.startswith(
-        "WARNING hypic gate: nobody has checked what reuse costs this model at these settings"
-    )
-    assert line.endswith(
-        "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' "
-        f"--folder {tmp_path}"
-    )
-
-
 def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
     write(path_in(tmp_path, subject()), signed(subject(), by="Ada"))
     for require in ("warn", "go"):
         [line] = told(tmp_path, require)
         assert line.startswith("INFO hypic gate: go, signed off 2026-01-02T03:04:05+00:00 by Ada (")
+    # Limits of its own are told.
+    lenient = {**dataclasses.asdict(Limits()), "loss": 50.0}
+    write(path_in(tmp_path, subject()), signed(subject(), limits=lenient))
+    [line] = told(tmp_path, "go")
+    assert "with limits of its own (loss 50)" in line
 
 
 def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) -> None:
@@ -266,13 +241,6 @@ def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) ->
     assert cheapest(vllm_config, full) is full, "there is nothing to choose"
 
 
-def test_limits_of_its_own_are_told(told: Told, tmp_path: Path) -> None:
-    lenient = {**dataclasses.asdict(Limits()), "loss": 50.0}
-    write(path_in(tmp_path, subject()), signed(subject(), limits=lenient))
-    [line] = told(tmp_path, "go")
-    assert "with limits of its own (loss 50)" in line
-
-
 @pytest.mark.parametrize(("verdict", "planted"), [("no-go", {"lost": 14}), ("cannot judge", {"right": 2})])
 def test_any_other_verdict_is_told_with_its_reasons(
     told: Told, tmp_path: Path, verdict: str, planted: dict[str, int]
@@ -282,9 +250,8 @@ def test_any_other_verdict_is_told_with_its_reasons(
     [line] = told(tmp_path)
     [reason] = one.judgement.against
     assert line.startswith(f"WARNING hypic gate: {verdict}, signed off") and reason.says in line
-    with pytest.raises(
-        ConfigError, match=rf"gate.require='go': {verdict}, signed off .* run: vllm-hypic gate"
-    ):
+    says = rf"gate.require='go': {verdict}, signed off .* run: vllm-hypic gate"
+    with pytest.raises(ConfigError, match=says):
         told(tmp_path, "go")
 
 
@@ -294,15 +261,16 @@ def test_without_a_go_nothing_starts_that_demands_one(told: Told, tmp_path: Path
     write(path_in(tmp_path, subject()), signed(subject()))
     with pytest.raises(ConfigError, match="nobody has checked"):
         told(tmp_path, "go", seam_tokens=4)
+    # A model without a sign off is told in one line.
+    [line] = told(tmp_path, seam_tokens=4)
+    says = "WARNING hypic gate: nobody has checked what reuse costs this model at these settings"
+    way_out = "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' --folder"
+    assert line.startswith(says) and line.endswith(f"{way_out} {tmp_path}")
 
 
-def test_nobody_looks(told: Told, tmp_path: Path) -> None:
+def test_who_does_not_look(told: Told, tmp_path: Path) -> None:
     assert told(tmp_path, "off") == []
     assert told(tmp_path, "go", link="full") == []
-
-
-def test_one_of_several_processes_looks(told: Told, tmp_path: Path) -> None:
-    """The one that starts the others has no rank among them."""
     assert len(told(tmp_path, processes=(4, -1))) == 1
     assert told(tmp_path, processes=(4, 0)) == told(tmp_path, processes=(4, 3)) == []
 

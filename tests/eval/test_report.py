@@ -67,7 +67,8 @@ def text(table: Table) -> str:
 # -- numbers -----------------------------------------------------------------------------------------
 
 
-def test_a_cell() -> None:
+def test_cells() -> None:
+    # A cell.
     own, full = scored([1, 1, 0, 0], kl=0.5), scored([1, 1, 1, 0])
     found = cell("naive-8", [*outcomes(3), *outcomes(1, cached=0)], own, full)
     assert (found.exact.mean.value, found.exact.difference.value) == (50.0, -25.0)
@@ -78,12 +79,15 @@ def test_a_cell() -> None:
     assert (found.prompt_tokens, found.computed_tokens, found.reused_none) == (100, 55, 1)
     assert found.computed_share == 0.55
     assert found.first_token is None
-
-
-def test_no_answer_differs() -> None:
+    # No answer differs.
     found = cell("x", outcomes(3), scored([1, 1, 1]), scored([1, 1, 1]))
     assert found.first_divergence is None
     assert found.exact.difference.value == found.exact.difference.low == found.exact.difference.high == 0
+    # Metrics.
+    one = Scores(True, False, 0.5, 0.25, None, 0.0, True)
+    assert [m.of(one) for m in Metric] == [1.0, 0.0, 0.5, 0.25]
+    found = cell("x", outcomes(1), [one], [one])
+    assert [found.score(m).mean.value for m in Metric] == [100.0, 0.0, 50.0, 25.0]
 
 
 def test_over_all_families() -> None:
@@ -99,25 +103,17 @@ def test_over_all_families() -> None:
     assert narrow.kl == 0
 
 
-def test_metrics() -> None:
-    one = Scores(True, False, 0.5, 0.25, None, 0.0, True)
-    assert [m.of(one) for m in Metric] == [1.0, 0.0, 0.5, 0.25]
-    found = cell("x", outcomes(1), [one], [one])
-    assert [found.score(m).mean.value for m in Metric] == [100.0, 0.0, 50.0, 25.0]
-
-
 # -- tables ------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_a_family() -> None:
+def test_tables() -> None:
+    # The table of a family.
     rows = {line.split("  ")[1]: line for line in text(family_table(RESULTS[1])).splitlines() if "  " in line}
     assert "50.0 [9.5, 90.5]" in rows[FULL.name]
     assert "-50.0 [-100.0, +0.0]" in rows["hypic-0"]
     assert "10.0 ms" in rows["hypic-0"]
     assert rows[NOISE].split()[5:10] == ["50.0", "[9.5,", "90.5]", "0", "50.0"]  # nothing differs
-
-
-def test_the_table_over_all_families() -> None:
+    # The table over all families.
     found = text(overall_table(overall(RESULTS, SCORES, Metric.EXACT), 2, Metric.EXACT))
     assert "mean over 2 families" in found
     [narrow] = [line for line in found.splitlines() if "hypic-0" in line]
@@ -165,9 +161,7 @@ def test_panels() -> None:
     assert [(p.x, p.y.value) for p in two.points] == [(100, 0), (20, 0), (10, -50)]
     assert [p.x for p in mean.points] == pytest.approx([100, 20, 10])
     assert [(p.line, p.width) for p in one.points] == [(FULL.name, 0), ("hypic", 8), ("hypic", 0)]
-
-
-def test_without_times_the_plot_shows_what_is_computed() -> None:
+    # Without times the plot shows what is computed.
     cells = tuple(Cell(**{**vars(c), "first_token": None}) for c in RESULTS[0].cells if c.method != NOISE)
     [panel] = panels([FamilyResult("one", 4, 0, cells)], [], Metric.F1)
     assert panel.x_label.startswith("computed")
@@ -190,7 +184,8 @@ def test_the_plot_is_a_png(tmp_path: Path, n: int) -> None:
 # -- methods and room --------------------------------------------------------------------------------
 
 
-def test_names_of_methods() -> None:
+def test_names_and_sure_reuse_of_methods() -> None:
+    # Names of methods.
     assert [link_method(name).name for name in DEFAULT] == [
         *(m.name for m in (FULL, PREFIX, PREFIX_SAME)),
         *DEFAULT[3:],
@@ -200,9 +195,7 @@ def test_names_of_methods() -> None:
     assert (found.seam, found.context, found.islands, found.mode) == (8, "text", "query-10", "cdc")
     with pytest.raises(LinkError, match="'hypic-8@tags': expected one of off, structure, text, cdc behind"):
         link_method("hypic-8@tags")
-
-
-def test_tokens_that_are_certain_to_be_reused() -> None:
+    # Tokens that are certain to be reused.
     prompt = Prompt((1,) * 40, ((1,) * 200, (1,) * 100, (1,) * 40), (1,) * 5)
     assert FULL.reusable(prompt, 32) == 0
     assert link_method("hypic-8").reusable(prompt, 32) == 40 + 184 + 84

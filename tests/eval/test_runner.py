@@ -1,8 +1,8 @@
 """What is asked of the engine, and in which order: on an engine that only books what it is asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -12,77 +12,11 @@ from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_meth
 from vllm_hypic.eval.pool_batches import PoolError
 from vllm_hypic.eval.runner import evaluate, first_token_times
 from vllm_hypic.eval.study import Study, refused
-from vllm_hypic.eval.task import TEXTS, ChatTemplate, Task, encode
-from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.eval.task import ChatTemplate, Example, Task, encode
 from vllm_hypic.harness.engines import Engine
-from vllm_hypic.harness.report import Steps
 from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT
-from vllm_hypic.primitives.plan import PoolLimits
-from vllm_hypic.primitives.policies import ModelTraits
 
-SEPARATOR = 0
-LOGPROBS = {11: -0.1, 12: -2.5, 13: -4.0}
-
-
-class BookingEngine:
-    """Words are tokens. A request that links reuses the documents that one before it had since the reset."""
-
-    hypic, separator = True, SEPARATOR
-
-    def __init__(self, *, context: int = 1000, pages: int = 100, linear: bool = True) -> None:
-        self.described = {"max_model_len": context}
-        self.pages, self.linear = pages, linear
-        self.words = {TEXTS.sep: SEPARATOR}
-        self.held: set[tuple[int, ...]] = set()
-        self.batches: list[list[Ask]] = []
-        self.resets = 0
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return getattr(self, function.__name__.strip("_"))(*arguments)
-
-    def ask(self, ask: Ask) -> Answer:
-        [answer] = self.generate([ask])
-        return answer
-
-    def token_ids(self, texts: Sequence[Any], template: ChatTemplate) -> list[list[int]]:
-        def ids(text: Any) -> list[int]:
-            if not isinstance(text, str):
-                text = " ".join([f"{m['role']} {m['content']}" for m in text] + [str(template.text)])
-            words = text.replace(TEXTS.sep, f" {TEXTS.sep} ").split()
-            return [self.words.setdefault(word, len(self.words) + 20) for word in words]
-
-        return [ids(text) for text in texts]
-
-    def reset(self) -> None:
-        self.resets += 1
-        self.held.clear()
-
-    def generate(self, asks: Sequence[Ask]) -> list[Answer]:
-        self.batches.append(list(asks))
-        return [self.answer(ask) for ask in asks]
-
-    def answer(self, ask: Ask) -> Answer:
-        parts: list[list[int]] = [[]]
-        for token in ask.tokens:
-            parts.append([]) if token == SEPARATOR else parts[-1].append(token)
-        documents = [tuple(part) for part in parts[:-1]]
-        cached = sum(len(d) for d in documents if d in self.held)
-        self.held.update(documents)
-        logprobs = LOGPROBS if ask.logprobs_of is None else {i: LOGPROBS[i] for i in ask.logprobs_of}
-        return Answer((11, 1), (0.5, 0.6), logprobs, len(ask.tokens), cached)
-
-    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
-        return ["right" for _ in answers]
-
-    def limits(self) -> PoolLimits:
-        return PoolLimits(self.pages, 1000, 4, 1000, 1000, 1)
-
-    def traits(self) -> ModelTraits:
-        return ModelTraits(has_linear=self.linear, has_attention=True)
-
-
-def as_engine(booking: BookingEngine) -> Engine:
-    return cast(Engine, booking)
+from .stand_ins import SEPARATOR, Bar, BookingEngine, as_engine
 
 
 def task(number: int, documents: int = 2, words: int = 4) -> Task:
@@ -92,6 +26,12 @@ def task(number: int, documents: int = 2, words: int = 4) -> Task:
 
 TASKS = [task(i) for i in range(5)]
 """Two words of system, twice four of documents, three of question."""
+
+
+def booked(**options: Any) -> tuple[BookingEngine, Engine, list[Example]]:
+    """An engine, and the tasks as it is asked them."""
+    booking = BookingEngine(**options)
+    return booking, as_engine(booking), encode(as_engine(booking), TASKS, chat=False)
 
 
 def plain(booking: BookingEngine, number: int) -> list[int]:
@@ -108,18 +48,14 @@ def test_segments_are_what_stands_between_separators() -> None:
     [chat] = encode(as_engine(booking), [TASKS[0]], chat=True, template=template)
     assert chat.prompt.documents == example.prompt.documents
     assert chat.prompt.question[-1] == booking.words["mine"]
-
-
-def test_a_segment_that_a_template_swallows_is_an_error() -> None:
+    # A segment that a template swallows is an error.
     empty = Task("few", "be brief", ("t1", " "), "what ?", ("right",), 6)
     with pytest.raises(ValueError, match="'few' has 2 segments, its prompt 2, of which 1 are empty"):
         encode(as_engine(BookingEngine()), [empty], chat=False)
 
 
 def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
-    booking = BookingEngine()
-    engine = as_engine(booking)
-    examples = encode(engine, TASKS, chat=False)
+    booking, engine, examples = booked()
     done: list[int] = []
     methods = [link_method("hypic-8"), link_method("epic-2")]
     found = evaluate(engine, examples, methods, batch=3, done=done.append)
@@ -145,11 +81,10 @@ def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
 
 
 def test_methods_that_differ_in_islands_read_the_same_records() -> None:
-    booking = BookingEngine()
-    engine = as_engine(booking)
+    booking, engine, examples = booked()
     names = ("hypic-8/query-10", "hypic-8/text", "hypic-8", "hypic-8/text/query-5", "block")
     methods = [link_method(name) for name in names]
-    found = evaluate(engine, encode(engine, TASKS, chat=False), methods)
+    found = evaluate(engine, examples, methods)
     assert list(found) == [FULL, *methods]
     assert [[a.extra.get(ISLANDS) for a in asks[:1]] for asks in booking.batches] == [
         *([None],),
@@ -161,9 +96,8 @@ def test_methods_that_differ_in_islands_read_the_same_records() -> None:
 
 
 def test_what_a_mode_finds_was_there_with_another_question() -> None:
-    booking = BookingEngine()
-    examples = encode(as_engine(booking), TASKS, chat=False)
-    evaluate(as_engine(booking), examples, [link_method("hypic-8@cdc"), link_method("hypic-8@structure")])
+    booking, engine, examples = booked()
+    evaluate(engine, examples, [link_method("hypic-8@cdc"), link_method("hypic-8@structure")])
     _, before, asked, _, chats = booking.batches
     for i, (one, two) in enumerate(zip(before, asked, strict=True)):
         assert one.extra[SEGMENT] == two.extra[SEGMENT] == "cdc" and not two.parts
@@ -175,8 +109,8 @@ def test_what_a_mode_finds_was_there_with_another_question() -> None:
 
 @pytest.mark.parametrize(("method", "same"), [(PREFIX, False), (PREFIX_SAME, True)])
 def test_what_the_prefix_cache_has_seen_before(method: Method, same: bool) -> None:
-    booking = BookingEngine()
-    evaluate(as_engine(booking), encode(as_engine(booking), TASKS, chat=False), [method])
+    booking, engine, examples = booked()
+    evaluate(engine, examples, [method])
     _, before, asked = booking.batches
     for i, (one, two) in enumerate(zip(before, asked, strict=True)):
         assert two.tokens == plain(booking, i)
@@ -187,28 +121,25 @@ def test_what_the_prefix_cache_has_seen_before(method: Method, same: bool) -> No
 
 def test_a_small_pool_makes_smaller_batches() -> None:
     # A prompt takes 1 page for its leading segment and 2 for its documents.
-    booking = BookingEngine(pages=7)
-    evaluate(as_engine(booking), encode(as_engine(booking), TASKS, chat=False), [])
+    booking, engine, examples = booked(pages=7)
+    evaluate(engine, examples, [])
     assert [len(b) for b in booking.batches] == [2, 2, 1]
     with pytest.raises(PoolError):
-        evaluate(as_engine(BookingEngine(pages=2)), encode(as_engine(booking), TASKS, chat=False), [])
+        evaluate(as_engine(BookingEngine(pages=2)), examples, [])
 
 
 def test_another_engine_is_compared_over_this_ones_tokens() -> None:
-    one, other = BookingEngine(), BookingEngine()
-    examples = encode(as_engine(one), TASKS, chat=False)
-    full = evaluate(as_engine(one), examples, [])[FULL]
+    other, (_, engine, examples) = BookingEngine(), booked()
+    full = evaluate(engine, examples, [])[FULL]
     again = evaluate(as_engine(other), examples, [], references=full)[FULL]
     assert all(ask.logprobs_of == [11, 12, 13] for batch in other.batches for ask in batch)
     assert again == full
 
 
 def test_first_tokens_are_timed_alone_and_warm() -> None:
-    booking = BookingEngine()
-    engine = as_engine(booking)
+    booking, engine, examples = booked()
     done: list[int] = []
     methods = [FULL, link_method("hypic-8"), link_method("block")]
-    examples = encode(engine, TASKS, chat=False)
     found = first_token_times(engine, examples, methods, 4, done=done.append)
     assert {m: s.values for m, s in found.items()} == {m: (0.5,) * 4 for m in methods}
     assert sum(done) == 12  # the first round is not counted
@@ -223,31 +154,18 @@ def test_first_tokens_are_timed_alone_and_warm() -> None:
 # -- the study ---------------------------------------------------------------------------------------
 
 
-class Bar:
-    """A progress bar that counts."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def show(self, what: str) -> None:
-        pass
-
-    def done(self, n: int = 1) -> None:
-        self.total += n
-
-
-def study(booking: BookingEngine, noise: BookingEngine | None = None, **more: Any) -> tuple[Study, Bar]:
-    bar = Bar()
+def study(booking: BookingEngine, noise: Any = None, keep: Any = lambda *_: None) -> tuple[Study, Bar]:
+    bar: Any = Bar()
     found = Study(
         engine=as_engine(booking),
-        noise=None if noise is None else as_engine(noise),
+        noise=noise,
         noise_name="noise",
         methods=[FULL, link_method("hypic-8")],
         chat=False,
         template=ChatTemplate(),
         ttft_repeats=2,
-        steps=cast(Steps, bar),
-        keep=more.get("keep", lambda *_: None),
+        steps=bar,
+        keep=keep,
         skipped=[],
     )
     return found, bar

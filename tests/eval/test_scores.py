@@ -38,42 +38,29 @@ def outcome(
 )
 def test_words(text: str, expected: list[str]) -> None:
     assert words(text) == expected
+    assert first_line(f"\n \n {text} \ntwo") == (f" {text} " if text.strip() else "two")
+    assert first_line("") == ""
 
 
 @pytest.mark.parametrize(
-    ("answers", "text", "exact"),
+    ("metric", "answers", "text", "right"),
     [
-        (("val1 val2",), "val1 val2", True),
-        (("val1 val2",), "val2 val1", False),  # order matters
-        (("val1 val2",), "val1", False),
-        (("no", "The Nile"), "nile.", True),  # any of them
-        (("1234567",), "\n 1234567.\nQuestion: another", True),  # the model went on
-        (("1234567",), "12345678", False),
-        (("",), "", True),
+        ("exact", ("val1 val2",), "val1 val2", True),
+        ("exact", ("val1 val2",), "val2 val1", False),  # order matters
+        ("exact", ("val1 val2",), "val1", False),
+        ("exact", ("no", "The Nile"), "nile.", True),  # any of them
+        ("exact", ("1234567",), "\n 1234567.\nQuestion: another", True),  # the model went on
+        ("exact", ("1234567",), "12345678", False),
+        ("exact", ("",), "", True),
+        ("contains", ("3059",), "The access code of the Paris office is 3059.", True),
+        ("contains", ("3059",), "The access code is 13059.", False),  # other digits of a longer number
+        ("contains", ("red brick",), "Its walls are made of red, and of brick", False),
+        ("contains", ("red brick", "granite"), "The walls: the Red Brick", True),
+        ("contains", ("3059",), "", False),
     ],
 )
-def test_exact_match(answers: tuple[str, ...], text: str, exact: bool) -> None:
-    assert score(task(*answers), outcome(text), outcome("whatever")).exact is exact
-
-
-@pytest.mark.parametrize(
-    ("answers", "text", "contains"),
-    [
-        (("3059",), "The access code of the Paris office is 3059.", True),
-        (("3059",), "The access code is 13059.", False),  # other digits of a longer number
-        (("red brick",), "Its walls are made of red, and of brick", False),
-        (("red brick", "granite"), "The walls: the Red Brick", True),
-        (("3059",), "", False),
-    ],
-)
-def test_an_answer_may_say_more(answers: tuple[str, ...], text: str, contains: bool) -> None:
-    assert score(task(*answers), outcome(text), outcome("whatever")).contains is contains
-
-
-def test_likelihood_is_of_the_forced_tokens() -> None:
-    full = MethodAnswer("", (1, 2), LOGPROBS, 10, 0, forced=(-1.0, -3.0))
-    found = likelihood(full, outcome(""))
-    assert (found.nll, found.kl, found.same_argmax) == (2.0, 0.0, True)
+def test_right_answers(metric: str, answers: tuple[str, ...], text: str, right: bool) -> None:
+    assert getattr(score(task(*answers), outcome(text), outcome("whatever")), metric) is right
 
 
 def test_partial_credit_is_the_best_over_the_answers() -> None:
@@ -83,9 +70,7 @@ def test_partial_credit_is_the_best_over_the_answers() -> None:
     assert found.rouge_l == pytest.approx(2 * 2 / (2 + 3))
     swapped = score(task("red lamp"), outcome("lamp red"), outcome(""))
     assert (swapped.f1, swapped.rouge_l) == (1.0, 0.5)
-
-
-def test_f1_counts_repeated_words_once_each() -> None:
+    # F1 counts repeated words once each.
     assert f1(["a", "b"], ["a", "a", "a", "b"]) == pytest.approx(2 * 2 / 6)
     assert f1([], []) == 1.0
     assert f1(["a"], []) == 0.0
@@ -116,11 +101,6 @@ def test_first_divergence(reference: tuple[int, ...], other: tuple[int, ...], ex
     assert first_divergence(reference, other) == expected
 
 
-def test_first_line() -> None:
-    assert first_line("\n \n one \ntwo") == " one "
-    assert first_line("") == ""
-
-
 def test_distance_to_the_reference() -> None:
     same = score(task("x"), outcome("x"), outcome("y"))
     assert (same.kl, same.same_argmax) == (0.0, True)
@@ -129,8 +109,10 @@ def test_distance_to_the_reference() -> None:
     found = score(task("x"), outcome("x", logprobs=other), outcome("y"))
     assert found.kl == pytest.approx(0.6 * math.log(2) - 0.3 * math.log(2))
     assert not found.same_argmax
-
-
-def test_missing_logprobs_are_an_error() -> None:
+    # Missing logprobs are an error.
     with pytest.raises(KeyError):
         score(task("x"), outcome("x", logprobs={1: -1.0}), outcome("y"))
+    # Likelihood is of the forced tokens.
+    full = MethodAnswer("", (1, 2), LOGPROBS, 10, 0, forced=(-1.0, -3.0))
+    found = likelihood(full, outcome(""))
+    assert (found.nll, found.kl, found.same_argmax) == (2.0, 0.0, True)

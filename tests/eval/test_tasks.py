@@ -66,13 +66,8 @@ def test_demo_tasks_have_their_answers_in_the_documents(generator: Generator) ->
         assert f"{middle} {second} {value} ." in told
 
 
-def test_a_chat_template_writes_the_first_words_itself(generator: Generator) -> None:
-    [plain] = demo.make(7, 1, documents=4, tokens=64, generator=generator)
-    [chat] = demo.make(7, 1, documents=4, tokens=64, generator=generator, chat=True)
-    assert plain.system == f"<bos> <sys> {chat.system}"
-
-
-def test_demo_tasks_are_held_out(generator: Generator) -> None:
+def test_demo_tasks_are_held_out_and_chats_write_the_first_words(generator: Generator) -> None:
+    # Demo tasks are held out.
     seeds = []
 
     class Recording:
@@ -86,6 +81,10 @@ def test_demo_tasks_are_held_out(generator: Generator) -> None:
 
     demo.make(5, 2, documents=3, tokens=64, generator=Recording())
     assert seeds == [20_000_005, 20_000_006]
+    # A chat template writes the first words itself.
+    [plain] = demo.make(7, 1, documents=4, tokens=64, generator=generator)
+    [chat] = demo.make(7, 1, documents=4, tokens=64, generator=generator, chat=True)
+    assert plain.system == f"<bos> <sys> {chat.system}"
 
 
 @pytest.mark.parametrize(
@@ -106,16 +105,18 @@ def test_the_largest_shapes_are_made(generator: Generator, name: str) -> None:
     assert len(task.segments) == demo.MOST_DOCUMENTS
 
 
-def test_a_folder_without_generator_is_no_demo_model(tmp_path: Path) -> None:
+def test_generators_that_are_run_and_others(tmp_path: Path) -> None:
+    # A folder without generator is no demo model.
     assert find_generator(tmp_path / "model") is None
-
-
-def test_a_generator_may_hold_dataclasses(tmp_path: Path) -> None:
+    # A generator may hold dataclasses.
     source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
     source += "@dataclass\nclass A:\n    x: int\n"
     (tmp_path / "gen.py").write_text(source + GENERATOR)
     found = find_generator(tmp_path / "model", trust=True)
     assert found is not None and "one" in found.KINDS
+    # Another gen py is not run.
+    (tmp_path / "gen.py").write_text("raise SystemExit\n")
+    assert find_generator(tmp_path / "model", trust=True) is None
 
 
 def test_somebody_elses_generator_runs_only_where_it_is_trusted(
@@ -130,11 +131,6 @@ def test_somebody_elses_generator_runs_only_where_it_is_trusted(
     mine.parent.mkdir()
     mine.symlink_to(EXAMPLE / "gen.py")
     assert find_generator(mine.parent / "model") is not None, "a link to the project's own"
-
-
-def test_another_gen_py_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "gen.py").write_text("raise SystemExit\n")
-    assert find_generator(tmp_path / "model", trust=True) is None
 
 
 def test_words_of_the_demo_model_are_used_where_there_is_a_generator(generator: Generator) -> None:
@@ -175,18 +171,17 @@ def test_every_document_is_full_of_keys() -> None:
         assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
         [asked] = re.findall(r"code of the (.+)\?", task.question)
         assert task.answers == (dict(pairs)[asked],)
-
-
-def test_numbers_are_not_given_twice() -> None:
+    # Numbers are not given twice.
     taken: set[str] = set()
     first = english.Writer("same").number(taken)
     assert taken == {first}
     assert english.Writer("same").number(taken) != first
-
-
-def test_keys_do_not_run_out() -> None:
+    # Keys do not run out.
     [task] = in_english("keyvalue", 1, documents=100, tokens=4000)
     assert sum(s.count("The code of") for s in task.segments) == english.MOST_KEYS
+
+
+SET = re.compile(r"The variable (\w+) is set to (?:(\d+)|the value of (\w+))\.")
 
 
 @pytest.mark.parametrize("documents", [2, 3, 8])
@@ -195,9 +190,7 @@ def test_variables_are_solved_by_reading_on(documents: int) -> None:
         values: dict[str, str] = {}
         links = {}
         for place, segment in enumerate(task.segments):
-            for name, value, other in re.findall(
-                r"The variable (\w+) is set to (?:(\d+)|the value of (\w+))\.", segment
-            ):
+            for name, value, other in SET.findall(segment):
                 assert name not in values
                 values[name] = value or values[other]  # what it takes was told before
                 links[name] = place
@@ -208,6 +201,57 @@ def test_variables_are_solved_by_reading_on(documents: int) -> None:
         assert len(chain) == variables.LINKS + 1
         if documents >= len(chain):
             assert len(set(chain)) == len(chain)
+
+
+# -- the demo models' questions, answered by a reader that only reads -------------------------------
+
+FACT = re.compile(r"(?P<subject>ent\d+|\|) (?P<relation>rel\d+) (?P<value>(?:ent|val)\d+(?: val\d+)?) \.")
+MOVE = re.compile(r"@ (?P<who>ent\d+) (?P<place>ent\d+) \.")
+
+
+def read(task: Task) -> tuple[dict[tuple[str, str], list[str]], dict[str, str]]:
+    """Values of every (entity, relation) in the order in which they are told, and where movers ended."""
+    told: dict[tuple[str, str], list[str]] = {}
+    places: dict[str, str] = {}
+    for segment in task.segments:
+        header = segment.split()[1]
+        for fact in FACT.finditer(segment):
+            subject = header if fact["subject"] == "|" else fact["subject"]
+            told.setdefault((subject, fact["relation"]), []).append(fact["value"])
+        places |= {move["who"]: move["place"] for move in MOVE.finditer(segment)}
+    return told, places
+
+
+def answered(task: Task) -> str:
+    told, places = read(task)
+    words = task.question.split()[1:-1]
+    if words[0] == "@":
+        place = places[words[1]]
+        return " ".join([place, *(told[place, relation][-1] for relation in words[2:])])
+    entity, *relations = words
+    values = []
+    for relation in relations:
+        values.append(told[entity, relation][-1])
+        entity = values[-1]
+    return " ".join(values)
+
+
+@pytest.mark.parametrize("kind", ["one", "head", "two", "latest", "both"])
+def test_answers_are_in_the_documents(generator: Generator, kind: str) -> None:
+    if not FAMILIES[kind].suits(generator):
+        assert kind == "both" and kind not in generator.LEARNED
+        return
+    for task in FAMILIES[kind].make(Source(generator), 0, 40, 6, 100):
+        assert task.answers == (answered(task),)
+
+
+def test_the_last_move_is_not_the_only_one() -> None:
+    """Else the kind asks nothing of the order of documents."""
+    generator = find_generator(EXAMPLE.parent / "hybrid-notes" / "model")
+    assert generator is not None
+    for task in FAMILIES["latest"].make(Source(generator), 0, 40, 6, 100):
+        who = task.question.split()[2]
+        assert sum(move["who"] == who for s in task.segments for move in MOVE.finditer(s)) >= 2
 
 
 # -- natural families ------------------------------------------------------------------------------
@@ -233,7 +277,8 @@ def test_the_gold_answer_stands_once_in_what_is_read(name: str) -> None:
     assert places == ({documents - 1} if name == "updates" else set(range(documents)))
 
 
-def test_two_hops_stand_in_two_documents() -> None:
+def test_what_two_hops_updates_and_prices_ask_for() -> None:
+    # Two hops stand in two documents.
     for task in natural("hops", 20):
         found = re.match(
             r"In which office does (.+) work, and what is the (.+) of that office", task.question
@@ -246,16 +291,12 @@ def test_two_hops_stand_in_two_documents() -> None:
             s for s in task.segments if f"The {found[2]} of the {city[1]} office is {task.answers[0]}." in s
         ]
         assert tells != works
-
-
-def test_the_last_change_is_asked_for() -> None:
+    # The last change is asked for.
     for task in natural("updates", 10):
         rooms = [re.findall(r"was moved to room (\d+)\.", s) for s in task.segments]
         assert all(len(found) == 1 for found in rooms)
         assert rooms[-1] == [task.answers[0]]
-
-
-def test_prices_are_told_once() -> None:
+    # Prices are told once.
     for task in natural("prices", 10):
         told = [p for s in task.segments for p in re.findall(r"The price of the (\w+) is (\d+) dollars", s)]
         assert len(dict(told)) == len(told) == 8
@@ -270,9 +311,7 @@ def test_texts_go_on_where_their_pieces_end() -> None:
     for task in natural("mixed", 10):
         ends = [f"{s.strip()} {task.continuation}" for s in task.segments]
         assert sum(any(end in text for text in joined.values()) for end in ends) == 1
-
-
-def test_installed_texts_are_prose() -> None:
+    # Installed texts are prose.
     found = installed_texts()
     assert len(found.texts) >= 40 and len(found.digest) == 16
     assert not any("vllm-hypic" in text.name for text in found.texts)
@@ -301,13 +340,24 @@ def data(folder: Path, *lines: object) -> Path:
     return path
 
 
-def test_a_line_becomes_a_task(tmp_path: Path) -> None:
+def test_lines_become_tasks(tmp_path: Path) -> None:
+    # A line becomes a task.
     [task, other] = longbench.read(data(tmp_path, LINE, "", {**LINE, "dataset": "hotpotqa"}), words=3)
     assert task.segments == ("One two.\n\n", "Three four five.\n", "Six.")
     assert task.question.endswith("Question: Who?\nAnswer:")
     assert task.answers == ("Ann", "Bob")
     assert (task.family, other.family) == ("mine", "hotpotqa")
     assert task.answer_tokens == longbench.SPARE_TOKENS + longbench.TOKENS_PER_WORD
+    # Classes and summaries.
+    lines = [{**LINE, "all_classes": ["Sun", "Moon"]}, {**LINE, "input": " ", "all_classes": None}]
+    classes, summary = longbench.read(data(tmp_path, *lines))
+    assert "Answer with one of: Sun, Moon." in classes.question
+    assert longbench.SUMMARISE in summary.question
+    # No more than asked for is read.
+    path = data(tmp_path, LINE, LINE, "no JSON")
+    assert len(longbench.read(path, limit=2)) == 2
+    with pytest.raises(DataError, match="line 3"):
+        longbench.read(path, limit=3)
 
 
 @pytest.mark.parametrize("words", [1, 2, 7, 50, 10_000])
@@ -323,20 +373,6 @@ def test_segments_are_the_context(tmp_path: Path, words: int) -> None:
         for segment, later in pairwise(task.segments):
             first = next(line for line in later.split("\n") if line.strip())
             assert len(segment.split()) + len(first.split()) > words  # else it would stand in there, too
-
-
-def test_classes_and_summaries(tmp_path: Path) -> None:
-    lines = [{**LINE, "all_classes": ["Sun", "Moon"]}, {**LINE, "input": " ", "all_classes": None}]
-    classes, summary = longbench.read(data(tmp_path, *lines))
-    assert "Answer with one of: Sun, Moon." in classes.question
-    assert longbench.SUMMARISE in summary.question
-
-
-def test_no_more_than_asked_for_is_read(tmp_path: Path) -> None:
-    path = data(tmp_path, LINE, LINE, "no JSON")
-    assert len(longbench.read(path, limit=2)) == 2
-    with pytest.raises(DataError, match="line 3"):
-        longbench.read(path, limit=3)
 
 
 def without(field: str) -> dict[str, Any]:

@@ -1,10 +1,8 @@
 """A worker, a combine node and a router for all tests of this folder, attacked one after the other."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +77,11 @@ def sent(headers: Mapping[str, str]) -> dict[str, bytes]:
     return {name: value.encode("latin-1") for name, value in headers.items()}
 
 
+def at_once(do: Callable[[Any], Outcome], things: Sequence[Any]) -> list[Outcome]:
+    with ThreadPoolExecutor(len(things)) as clients:
+        return list(clients.map(do, things))
+
+
 class Target:
     """What is attacked at ``url``, and the ``instances`` that stand behind it."""
 
@@ -95,9 +98,8 @@ class Target:
         timeout = httpx.Timeout(BOUND_S, read=attack.patience_s or BOUND_S)
         text: list[str] = []
         try:
-            with self.http.stream(
-                "POST", attack.path, content=attack.content, headers=headers, timeout=timeout
-            ) as response:
+            asked = {"content": attack.content, "headers": headers, "timeout": timeout}
+            with self.http.stream("POST", attack.path, **asked) as response:
                 for number, line in enumerate(response.iter_lines()):
                     if number == attack.lines:
                         return Outcome(None, "\n".join(text))
@@ -109,14 +111,10 @@ class Target:
             return Outcome(None, "\n".join(text))
 
     def send_all(self, attacks: Sequence[Attack]) -> list[Outcome]:
-        """All at once."""
-        with ThreadPoolExecutor(len(attacks)) as clients:
-            return list(clients.map(self.send, attacks))
+        return at_once(self.send, attacks)
 
     def call_all(self, calls: Sequence[CacheCall]) -> list[Outcome]:
-        """All at once."""
-        with ThreadPoolExecutor(len(calls)) as clients:
-            return list(clients.map(self.call, calls))
+        return at_once(self.call, calls)
 
     def call(self, call: CacheCall) -> Outcome:
         """Like :meth:`send`; ids of compiled segments are noted for later calls."""

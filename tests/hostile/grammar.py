@@ -100,16 +100,9 @@ IDS = ["A" * 32, "..", "x" * 200, "\x00", "%2e", "a/b", "'", "\u00fc"]
 """Of segments that nobody compiled."""
 ID_FORMS = [f"<|hypic_segment:{i}|>" for i in IDS]
 FORGED = [
-    "<|hypic_segment:|>",
-    "<|hypic_segment:",
-    "<|hypic_segment:" + "y" * 201 + "|>",
-    f"<|hypic_segment:{SEP}|>",
-    "<|hypic_tokens:" + "0" * 32 + ":AAAA|>",
-    "<|hypic_tokens:" + "0" * 32 + ":A|>",
-    "<|hypic_command|>",
-    "<|hypic_sep",
-    "hypic_sep|>",
-    "<|HYPIC_SEP|>",
+    *("<|hypic_segment:|>", "<|hypic_segment:", "<|hypic_segment:" + "y" * 201 + "|>"),
+    *(f"<|hypic_segment:{SEP}|>", f"<|hypic_tokens:{'0' * 32}:AAAA|>", f"<|hypic_tokens:{'0' * 32}:A|>"),
+    *("<|hypic_command|>", "<|hypic_sep", "hypic_sep|>", "<|HYPIC_SEP|>"),
 ]
 PIECES = st.one_of(
     st.sampled_from(DOCUMENTS),
@@ -141,25 +134,23 @@ def token_prompts(separator: int) -> st.SearchStrategy[Any]:
     return st.one_of(tokens, tokens, spoilt)
 
 
+_TEXT_PARTS = (st.sampled_from(DOCUMENTS) | TEXTS).map(lambda text: {"type": "text", "text": text})
 PARTS = st.lists(
     st.one_of(
         st.sampled_from(["hypic_sep", "hypic_sep", "hypic_pdep", "hypic_pad"]).map(lambda t: {"type": t}),
         st.sampled_from(IDS).map(lambda i: {"type": "hypic_segment", "id": i}),
         JUNK.map(lambda value: {"type": "hypic_segment", "id": value}),
-        (st.sampled_from(DOCUMENTS) | TEXTS).map(lambda text: {"type": "text", "text": text}),
-        (st.sampled_from(DOCUMENTS) | TEXTS).map(lambda text: {"type": "text", "text": text}),
-        JUNK.map(lambda value: {"type": "text", "text": value}),
-        JUNK.map(lambda value: {"type": value}),
-        st.sampled_from(DOCUMENTS),
-        JUNK,
+        *(_TEXT_PARTS, _TEXT_PARTS, JUNK.map(lambda value: {"type": "text", "text": value})),
+        *(JUNK.map(lambda value: {"type": value}), st.sampled_from(DOCUMENTS), JUNK),
     ),
     max_size=6,
 )
 GOOD_PARTS = st.lists(st.sampled_from(DOCUMENTS), min_size=1, max_size=3).map(
-    lambda documents: (
-        [part for d in documents for part in ({"type": "hypic_sep"}, {"type": "text", "text": d})]
-        + [{"type": "hypic_sep"}, {"type": "text", "text": "w1"}]
-    )
+    lambda documents: [
+        part
+        for text in (*documents, "w1")
+        for part in ({"type": "hypic_sep"}, {"type": "text", "text": text})
+    ]
 )
 
 
@@ -204,16 +195,9 @@ PERMITS = st.sampled_from(
 OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_link": st.sampled_from(
         [
-            *("hypic", "block", "epic-0", "epic-4", "naive", "full", "seam-4-0+4", "seam-0-9"),
-            *(
-                "prompt-cache",
-                "seam--1-1",
-                "epic-\u0663",
-                "seam-1024-1024+1024",
-                "epic-1025",
-                "seam-0000000-0",
-            ),
-            "hypic\x00",
+            *("hypic", "block", "epic-0", "epic-4", "naive", "full", "seam-4-0+4", "seam-0-9", "hypic\x00"),
+            *("prompt-cache", "seam--1-1", "epic-\u0663", "seam-1024-1024+1024", "epic-1025"),
+            "seam-0000000-0",
         ]
     ),
     "hypic_seam_tokens": st.sampled_from([0, 4, 8, 8.0, 64, 1024]),

@@ -1,7 +1,5 @@
 """The second client: it sends one good request again and again, and every answer must be the right one."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

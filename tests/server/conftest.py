@@ -1,9 +1,9 @@
 """One server for all tests of this folder; each test has documents of its own, so cold means cold."""
 
-from __future__ import annotations
-
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from lib import forked
 from one_process import ONE_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,6 +53,27 @@ class Question:
         return build_messages(system=self.system, documents=self.documents, question=self.question)
 
 
+def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=300, **options)
+
+
+def answered(server: Server, path: str, body: Any, **options: Any) -> Any:
+    """What the server answers; refusals and faults fail the test."""
+    answer = post(server, path, body, **options)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def run_script(*command: Any, env: Mapping[str, str] = ONE_PROCESS, bound_s: float = 540) -> list[str]:
+    """Lines that a Python script prints, which imports what these tests import."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = forked.run(
+        [sys.executable, *map(str, command)], env={**os.environ, **ENV, **path, **env}, timeout=bound_s
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()
+
+
 class Client:
     """Requests to the shared server."""
 
@@ -59,8 +81,7 @@ class Client:
         self.server = server
 
     def post(self, body: Mapping[str, Any], path: str = "/v1/completions") -> httpx.Response:
-        defaults = {"max_tokens": 8, "temperature": 0}
-        return httpx.post(self.server.url + path, json={**defaults, **body}, timeout=300)
+        return post(self.server, path, {"max_tokens": 8, "temperature": 0, **body})
 
     def complete(self, prompt: str | list[int], **body: Any) -> dict[str, Any]:
         return self.post({"prompt": prompt, **body}).raise_for_status().json()
@@ -70,8 +91,7 @@ class Client:
         return self.post(body, "/v1/chat/completions").raise_for_status().json()
 
     def token_ids(self, prompt: str) -> list[int]:
-        response = httpx.post(f"{self.server.url}/tokenize", json={"prompt": prompt}, timeout=60)
-        return response.raise_for_status().json()["tokens"]
+        return answered(self.server, "/tokenize", {"prompt": prompt})["tokens"]
 
     def counts(self) -> dict[str, float]:
         """``vllm:hypic_*`` by the names of ``connector/stats.py``."""
@@ -112,21 +132,15 @@ def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # Room for 48 segments of 96 tokens, so that 500 do not fit. A segment's states take 308,736 bytes
     # and a token's K and V 512.
     pool = POOL_SEGMENTS * (3 * (4 * 64 * 64 * 6 + 3 * 768 * 2) + 2 * 64 * 512)
-    options = {
-        "pool_bytes": pool,
-        "expected_segment_tokens": DOCUMENT_TOKENS,
-        "expected_live_heads": 1.0,
-    }
+    options = {"pool_bytes": pool, "expected_segment_tokens": DOCUMENT_TOKENS, "expected_live_heads": 1.0}
     with Server(
         EXAMPLE / "model",
         *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),
         *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "256M"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "2048"),
-        env=ENV
-        | CACHE_API
-        | ONE_PROCESS
-        | {"VLLM_SERVER_DEV_MODE": "1"},  # with /pause, /sleep and /reset_prefix_cache
+        # With /pause, /sleep and /reset_prefix_cache.
+        env=ENV | CACHE_API | ONE_PROCESS | {"VLLM_SERVER_DEV_MODE": "1"},
         log=tmp_path_factory.mktemp("server") / "server.log",
     ) as server:
         yield server

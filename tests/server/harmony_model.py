@@ -1,7 +1,5 @@
 """A tiny random gpt-oss whose tokenizer has the vocabulary that the package ``openai_harmony`` holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -20,20 +18,11 @@ def encoding() -> HarmonyEncoding:
 
 
 def save(folder: Path) -> Path:
-    fields = {
-        "vocab_size": ROWS,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "bos_token_id": WORDS,
-        "eos_token_id": 200002,
-        "pad_token_id": WORDS + 1,
-    }
+    tokens = {"vocab_size": ROWS, "bos_token_id": WORDS, "eos_token_id": 200002, "pad_token_id": WORDS + 1}
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    fields = {**tokens, **heads, **experts, **layers, "sliding_window": 64}
     tiny_models.save(folder, "GptOss", fields, torch.bfloat16)
     save_tokenizer(folder)
     return folder

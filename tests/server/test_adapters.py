@@ -1,13 +1,10 @@
 """A server's LoRA adapter gets other weights under its name and path, by the routes and by a restart."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from engine import tiny_models
 from one_process import ONE_PROCESS
@@ -15,7 +12,7 @@ from oracle import random_segments
 
 from vllm_hypic.harness.serving import Server
 
-from .conftest import ENV, Client, cached
+from .conftest import ENV, Client, cached, post
 
 pytestmark = pytest.mark.engine
 SEP = 496
@@ -23,8 +20,6 @@ ONE, TWO, QUERY = random_segments([150, 200, 20], vocab=480, seed=9)
 COMPOSED, PLAIN = [*ONE, SEP, *TWO, SEP, *QUERY], [*ONE, *TWO, *QUERY]
 RECORDED = len(ONE) + len(TWO) - 30
 KINDS = ("old", "new")
-
-
 OPTIONS = {"context": "none", "islands": "none"}
 
 
@@ -40,7 +35,7 @@ def answers(client: Client, adapter: str) -> list[Any]:
 
 def call(client: Client, route: str, adapter: str, path: Path, **more: Any) -> None:
     body = {"lora_name": adapter, "lora_path": str(path), **more}
-    httpx.post(f"{client.server.url}/v1/{route}_lora_adapter", json=body, timeout=60).raise_for_status()
+    post(client.server, f"/v1/{route}_lora_adapter", body).raise_for_status()
 
 
 def test_weights_that_are_loaded_again(tmp_path: Path) -> None:

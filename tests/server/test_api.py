@@ -1,7 +1,5 @@
 """What a client of the server can do with separators, and what it reads in usage and metrics."""
 
-from __future__ import annotations
-
 import math
 
 import httpx
@@ -9,7 +7,7 @@ import pytest
 
 from vllm_hypic.harness.client import ask
 
-from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, cached, text
+from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, cached, text
 
 SEP = "<|hypic_sep|>"
 
@@ -28,9 +26,7 @@ def test_documents_are_reused_in_any_order_and_on_any_surface(client, question):
     chat = client.chat(q.messages())
     assert text(chat) == q.answer and cached(chat) == REUSED
     assert chat["usage"]["prompt_tokens"] == cold["usage"]["prompt_tokens"]
-
-
-def test_chat_messages_of_several_parts(client, question):
+    # Chat messages of several parts.
     q = question(101)
     messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in q.messages()]
     assert text(client.chat(messages)) == q.answer
@@ -50,36 +46,31 @@ def test_streamed_text_is_the_text(client, question):
     assert answer.cached_tokens == REUSED  # of the last, which is warm
 
 
-def test_several_choices_and_several_prompts(client, question):
+def test_several_choices_stop_strings_and_seeds(client, question):
+    # Several choices and several prompts.
     q, other = question(103), question(104)
     answer = client.complete(q.prompt(), n=3, temperature=0.01)
     assert [c["text"].strip() for c in answer["choices"]] == [q.answer] * 3
     answer = client.complete([q.prompt(), other.prompt()])
     assert [c["text"].strip() for c in answer["choices"]] == [q.answer, other.answer]
-
-
-def test_seed_fixes_a_sampled_answer(client, question):
-    prompt = question(105).prompt()
-    options = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
-    first = client.complete(prompt, seed=1, **options)
-    assert text(client.complete(prompt, seed=1, **options)) == text(first)
-    assert text(client.complete(prompt, seed=2, **options)) != text(first)
-
-
-def test_a_seed_survives_chunked_prefill(client, question):
-    """4 k tokens take two steps of 2048: the first draws a token that is thrown away."""
-    prompt = question(106).plain() * 5
-    options = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True, "seed": 1}
-    assert text(client.complete(prompt, **options)) == text(client.complete(prompt, **options))
-
-
-def test_stop_strings(client, question):
+    # Stop strings.
     q = question(105)
     *before, last = q.answer.split()
     answer = client.complete(q.prompt(), stop=[last])
     assert text(answer).split() == before
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == last
+    # Seeds fix sampled answers.
+    # Seed fixes a sampled answer.
+    prompt = question(105).prompt()
+    options = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
+    first = client.complete(prompt, seed=1, **options)
+    assert text(client.complete(prompt, seed=1, **options)) == text(first)
+    assert text(client.complete(prompt, seed=2, **options)) != text(first)
+    # 4 k tokens take two steps of 2048: the first draws a token that is thrown away.
+    prompt = question(106).plain() * 5
+    options["seed"] = 1
+    assert text(client.complete(prompt, **options)) == text(client.complete(prompt, **options))
 
 
 def test_logprobs_are_the_same_cold_and_warm(client, question):
@@ -121,9 +112,7 @@ def test_metrics_count_what_happened(client, question):
     assert after["pinned"] == after["waiting"] == 0
     assert 0 < after["pool_bytes_used"] <= after["pool_bytes_capacity"]
     assert after["records"] >= DOCUMENTS
-
-
-def test_requests_without_separators_touch_nothing_of_ours(client, question):
+    # Requests without separators touch nothing of ours.
     q = question(110)
     before = client.counts()
     assert text(client.complete(q.plain())) == q.answer
@@ -169,16 +158,6 @@ def test_islands_of_a_request_are_computed_and_counted(client, question):
     assert text(answer) == q.answer
 
 
-def test_opting_out_gives_stock_results(client, question):
-    q = question(112)
-    client.complete(q.prompt())
-    out = client.complete(q.prompt(), vllm_xargs={"hypic_link": "full"}, logprobs=3)
-    plain = client.complete(q.plain(), logprobs=3)
-    assert (
-        out["choices"][0]["logprobs"]["token_logprobs"] == plain["choices"][0]["logprobs"]["token_logprobs"]
-    )
-
-
 def test_a_prompt_that_ends_in_a_separator_warms_its_segments(client, question):
     q = question(113)
     warm_up = client.complete(SEP + SEP.join(q.documents) + SEP)
@@ -212,7 +191,8 @@ def test_the_next_turn_of_a_chat_reuses_documents_and_stream(client, question):
     assert text(second).split()[:1]
 
 
-def test_a_client_that_leaves_mid_answer_frees_everything(client, question):
+def test_clients_that_leave_free_everything(client, question):
+    # A client that leaves mid answer frees everything.
     q = question(116)
     body = {"prompt": q.prompt(), "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{client.server.url}/v1/completions", json=body, timeout=60) as response:
@@ -223,9 +203,7 @@ def test_a_client_that_leaves_mid_answer_frees_everything(client, question):
         assert held["vllm:num_requests_running"] == 1
     client.idle()
     assert cached(client.complete(q.prompt())) == REUSED
-
-
-def test_a_client_that_leaves_before_its_documents_are_computed(client: Client, question):
+    # A client that leaves before its documents are computed.
     q = question(117)
     long = [f"{document} " * 20 for document in q.documents]
     # So long an answer that it cannot be there when this process gets to look, however busy the machine is.

@@ -3,43 +3,42 @@
 The ``server`` fixture checks after every test that it answers and that nothing is held.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import DOCUMENT_TOKENS, MAX_MODEL_LEN, POOL_SEGMENTS, REUSED, SEAM, cached, text
 
 SEP, PAD, PDEP = "<|hypic_sep|>", "<|hypic_pad|>", "<|hypic_pdep|>"
 SEGMENT = " ".join(f"w{i * i % 96}" for i in range(DOCUMENT_TOKENS))
+
+
+def option(**options):
+    return {"vllm_xargs": {f"hypic_{name}": value for name, value in options.items()}}
+
+
 REFUSALS = {
-    "unknown link method": (
-        {"vllm_xargs": {"hypic_link": "magic"}},
-        "hypic_link='magic': expected one of hypic",
-    ),
-    "link method that is no text": ({"vllm_xargs": {"hypic_link": 7}}, "hypic_link=7: expected one of"),
-    "method the model cannot honour": (
-        {"vllm_xargs": {"hypic_link": "prompt-cache"}},
-        "no rule for recurrent",
-    ),
-    "absurd epic": ({"vllm_xargs": {"hypic_link": "epic-99999"}}, "expected k <= 1024"),
-    "negative seam": ({"vllm_xargs": {"hypic_seam_tokens": -1}}, "hypic_seam_tokens=-1: expected 0 <= w"),
-    "absurd seam": (
-        {"vllm_xargs": {"hypic_seam_tokens": 10**6}},
-        "hypic_seam_tokens=1000000: expected 0 <= w",
-    ),
-    "seam that is no integer": ({"vllm_xargs": {"hypic_seam_tokens": "w"}}, "expected an integer"),
-    "unknown context": (
-        {"vllm_xargs": {"hypic_context": "page"}},
-        "hypic_context='page': expected one of none",
-    ),
-    "islands of nothing": ({"vllm_xargs": {"hypic_islands": "query-0"}}, "expected 1 <= percent <= 50"),
+    "unknown link method": (option(link="magic"), "hypic_link='magic': expected one of hypic"),
+    "the same without separators": ({"prompt": "w1", **option(link="magic")}, "hypic_link='magic'"),
+    "link method that is no text": (option(link=7), "hypic_link=7: expected one of"),
+    "method the model cannot honour": (option(link="prompt-cache"), "no rule for recurrent"),
+    "absurd epic": (option(link="epic-99999"), "expected k <= 1024"),
+    "negative seam": (option(seam_tokens=-1), "hypic_seam_tokens=-1: expected 0 <= w"),
+    "absurd seam": (option(seam_tokens=10**6), "hypic_seam_tokens=1000000: expected 0 <= w"),
+    "seam that is no integer": (option(seam_tokens="w"), "expected an integer"),
+    "unknown context": (option(context="page"), "hypic_context='page': expected one of none"),
+    "islands of nothing": (option(islands="query-0"), "expected 1 <= percent <= 50"),
     "context that a method cannot have": (
-        {"vllm_xargs": {"hypic_link": "epic-0", "hypic_context": "lead"}},
+        option(link="epic-0", context="lead"),
         "puts its own tokens before a segment",
     ),
-    "unknown option": ({"vllm_xargs": {"hypic_seem": 4}}, "unknown request option 'hypic_seem'"),
+    "unknown mode": (
+        option(segment="paragraphs"),
+        "hypic_segment='paragraphs': expected one of off, structure, text, cdc",
+    ),
+    "what a mode found": (option(found={"mode": "text", "pieces": 1}), "hypic_found"),
+    "unknown option": (option(seem=4), "unknown request option 'hypic_seem'"),
     "only separators": ({"prompt": SEP * 3}, "no tokens besides separators"),
     "only padding": ({"prompt": PAD + SEP + PAD}, "no tokens besides separators"),
+    "unknown ids": ({"prompt": [1, 99999]}, "99999"),
     "too long": ({"prompt": SEP.join(["w1 " * 20000, "w2 " * 500, "w3"])}, "maximum context length is 20480"),
     "too long by padding": ({"prompt": "w1" + PAD * 20500 + SEP + "w2"}, "maximum context length is 20480"),
 }
@@ -53,24 +52,26 @@ def test_refused_with_a_reason(client, case):
     assert reason in response.json()["error"]["message"]
 
 
-def test_refused_in_chat_and_in_streams(client):
+def test_refused_in_chat_in_streams_and_for_embeddings(client):
     messages = [{"role": "user", "content": SEP + SEGMENT + SEP + "w1"}]
-    bad = {"vllm_xargs": {"hypic_link": "magic"}}
-    for body in ({**bad}, {**bad, "stream": True}):
-        response = client.post({"messages": messages, **body}, "/v1/chat/completions")
+    for stream in (False, True):
+        body = {"messages": messages, **option(link="magic"), "stream": stream}
+        response = client.post(body, "/v1/chat/completions")
         assert "hypic_link='magic'" in response.text
-        assert response.status_code == 400 or body.get("stream")
+        assert response.status_code == 400 or stream
+    assert client.post({"input": SEGMENT + SEP + "w1"}, "/v1/embeddings").status_code == 404
 
 
-def test_bad_options_are_refused_without_separators_too(client):
-    assert client.post({"prompt": "w1", "vllm_xargs": {"hypic_link": "magic"}}).status_code == 400
-
-
-def test_empty_segments_change_nothing(client, question):
+def test_empty_and_repeated_segments(client, question):
+    # Empty segments change nothing.
     q = question(200)
     assert text(client.complete(q.prompt())) == q.answer
     spaced = client.complete(q.prompt().replace(SEP, SEP * 3))
     assert text(spaced) == q.answer and cached(spaced) == REUSED
+    # The same document twice.
+    prompt = SEP.join(["<bos> <sys> w3 .", SEGMENT, SEGMENT, "w1 w2"])
+    client.complete(prompt)
+    assert cached(client.complete(prompt)) == 2 * (DOCUMENT_TOKENS - 2 * SEAM)
 
 
 @pytest.mark.parametrize(
@@ -82,20 +83,14 @@ def test_prompts_and_segments_of_one_token(client, prompt):
         assert client.complete(prompt)["usage"]["completion_tokens"] > 0
 
 
-def test_the_same_document_twice(client):
-    prompt = SEP.join(["<bos> <sys> w3 .", SEGMENT, SEGMENT, "w1 w2"])
-    client.complete(prompt)
-    assert cached(client.complete(prompt)) == 2 * (DOCUMENT_TOKENS - 2 * SEAM)
-
-
 def test_500_short_segments_are_computed_in_the_stream(client):
     answer = client.complete(SEP.join(["<bos>", *["w1 w2 w3"] * 500, "w4"]))
     assert answer["usage"]["completion_tokens"] > 0 and cached(answer) == 0
 
 
 @pytest.mark.slow
-def test_500_segments_that_do_not_all_fit_the_pool(client):
-    """Segments that fit are cached, the rest is computed in the stream; nothing waits for ever."""
+def test_more_than_the_pool_holds(client):
+    # Segments that fit are cached, the rest is computed in the stream; nothing waits for ever.
     segments = [" ".join(f"w{(i * k + k * k) % 96}" for k in range(30)) for i in range(500)]
     numbered = [f"{s} val{i // 100} val{i % 100}" for i, s in enumerate(segments)]
     prompt = SEP.join(["<bos>", *numbered, "w4"])
@@ -105,10 +100,7 @@ def test_500_segments_that_do_not_all_fit_the_pool(client):
     client.complete(prompt, vllm_xargs=options)
     client.idle()
     assert client.counts()["tokens_reused"] - before["tokens_reused"] == POOL_SEGMENTS * 32
-
-
-@pytest.mark.slow
-def test_a_segment_longer_than_the_pool(client):
+    # A segment longer than the pool.
     long = " ".join(f"w{i * i % 89}" for i in range(12000))
     answer = client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))
     assert answer["usage"]["completion_tokens"] > 0
@@ -120,13 +112,3 @@ def test_output_stops_at_the_logical_length(client):
     usage = client.chat(messages, max_tokens=None, ignore_eos=True)["usage"]
     # Separators count in prompt_tokens and take no position.
     assert 0 < usage["completion_tokens"] <= MAX_MODEL_LEN - (usage["prompt_tokens"] - 4)
-
-
-def test_separators_at_both_ends(client):
-    answer = client.complete(SEP + SEGMENT + SEP)
-    assert text(answer) == "" and answer["choices"][0]["finish_reason"] == "stop"
-
-
-def test_embeddings_and_unknown_ids_are_refused(client):
-    assert client.post({"prompt": [1, 99999]}).status_code == 400
-    assert client.post({"input": SEGMENT + SEP + "w1"}, "/v1/embeddings").status_code == 404

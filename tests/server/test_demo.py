@@ -1,7 +1,5 @@
 """The demo's verdict, the demo itself, and that no server outlives whoever started it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -26,7 +24,7 @@ def results(texts: list[str], cached: int) -> list[single.Result]:
     return [single.Result(prompt, Answer(text, "stop", 0.1, 0.2, usage)) for text in texts]
 
 
-def test_the_verdict_can_fail():
+def test_the_verdict_can_fail_and_orders_differ():
     right, wrong = [" val1"] * 3, [" val1", "val2", ""]
     stock, cold, warm = results(right, 0), results(right, 0), results(right, 5)
     assert single.check(stock, cold, warm) == []
@@ -34,9 +32,6 @@ def test_the_verdict_can_fail():
     assert "reused nothing" in single.check(stock, cold, results(right, 0))[0]
     assert "not cold" in single.check(stock, warm, warm)[0]
     assert single.check(results(["x"], 0), results(["x"], 0), results(["x"], 5))
-
-
-def test_orders_differ():
     assert len(set(single.orders(3, 8))) == single.ORDERS
     assert single.orders(0, 1) == [(0,)] * single.ORDERS
 

@@ -1,7 +1,5 @@
 """What requests would be, on real servers: explained and then sent, they are what was said."""
 
-from __future__ import annotations
-
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from click.testing import CliRunner, Result
 from vllm_hypic.cli import main
 from vllm_hypic.harness.serving import Server
 
-from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client
+from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, answered, post
 from .test_segments import ask, cached, document, ids
 from .test_structure import CUT, chat, counts, part, tool
 
@@ -24,9 +22,7 @@ STORED = {"resident", "pending", "stored"}
 
 
 def explained(server: Server, body: dict[str, Any], **headers: str) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/v1/hypic/explain", json=body, headers=headers, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answered(server, "/v1/hypic/explain", body, headers=headers)
 
 
 def segments(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,11 +35,8 @@ def check_whole(found: dict[str, Any], prompt: list[int], padding: int = 0) -> N
     runs = [run for part in found["parts"] for run in part["runs"]]
     assert [run["start"] for run in runs] == [0, *(run["stop"] for run in runs[:-1])]
     assert runs[-1]["stop"] == found["prompt_tokens"] == len(prompt)
-    own = sum(
-        part["runs"][-1]["stop"] - part["runs"][0]["start"]
-        for part in found["parts"]
-        if part["kind"] != "primitive"
-    )
+    texts = [part["runs"] for part in found["parts"] if part["kind"] != "primitive"]
+    own = sum(runs[-1]["stop"] - runs[0]["start"] for runs in texts)
     assert found["tokens_reused"] + found["tokens_prefix_cached"] + found["tokens_computed"] == own - padding
     reused = [
         run["stop"] - run["start"]
@@ -61,26 +54,24 @@ def text(found: dict[str, Any]) -> str:
 def forms() -> dict[str, dict[str, Any]]:
     documents = [document(("explain", i)) for i in range(4)]
     said = "\n\n".join(["You answer from documents.", *documents, "Which of them is the longest?"])
+    cut = {"vllm_xargs": {"hypic_segment": "text"}}
+    leading = SEP.join([document("leading"), *documents[:2], "Why?"])
     return {
         "separators": {"prompt": SEP.join(["Answer.", *documents, "Why?"])},
-        "text": {"prompt": said, "vllm_xargs": {"hypic_segment": "text"}},
-        "text in a chat": {
-            "messages": [{"role": "user", "content": said}],
-            "vllm_xargs": {"hypic_segment": "text"},
-        },
+        "text": {"prompt": said, **cut},
+        "text in a chat": {"messages": [{"role": "user", "content": said}], **cut},
         "tools": {**chat(tools=[tool(("explain", i)) for i in range(4)]), "vllm_xargs": CUT},
         "documents": {
             **chat(chat_template_kwargs={"documents": [{"text": text} for text in documents[1:]]}),
             "vllm_xargs": CUT,
         },
         "twice": {"prompt": SEP.join(["Answer.", documents[0], documents[1], documents[0], "Why?"])},
-        "leading": {"prompt": SEP.join([document("leading"), *documents[:2], "Why?"])},
+        "leading": {"prompt": leading},
         "context": {
-            "prompt": SEP.join([document("leading"), *documents[:2], "Why?"]),
+            "prompt": leading,
             "vllm_xargs": {"hypic_context": "lead", "hypic_islands": "query-10"},
         },
-        "several choices, streamed": {"prompt": said[::-1], "n": 3, "temperature": 1, "stream": True}
-        | {"vllm_xargs": {"hypic_segment": "text"}},
+        "several choices, streamed": {"prompt": said[::-1], "n": 3, "temperature": 1, "stream": True, **cut},
     }
 
 
@@ -117,9 +108,8 @@ def test_what_is_said_is_what_happens(byte_server: Server, form: str) -> None:
     assert counted["vllm:hypic_requests_total"] - metrics["vllm:hypic_requests_total"] == 2
     assert counts(byte_server, mode)["pieces"] - pieces == 2 * before["pieces"].get("pieces", 0)
     if before["pieces"]:
-        assert before["pieces"]["pieces_cut"] == len(segments(before)) - (
-            before["parts"][0]["kind"] == "leading"
-        )
+        leads = before["parts"][0]["kind"] == "leading"
+        assert before["pieces"]["pieces_cut"] == len(segments(before)) - leads
 
 
 def test_parts_say_what_they_are(byte_server: Server) -> None:
@@ -137,18 +127,17 @@ def test_parts_say_what_they_are(byte_server: Server) -> None:
     check_whole(padded, [0] * len(re.sub(r"<.*?>", "x", odd)), padding=1)
     [segment] = segments(padded)
     assert "".join(run["text"] for run in segment["runs"]) == f"{body[:60]}<|hypic_pad|>{body[60:]}"
-    [islands] = [
-        part["runs"]
-        for part in explained(
-            byte_server,
-            {
-                "prompt": SEP.join(["Lead", documents[0], documents[0].split()[9] + "?"]),
-                "vllm_xargs": {"hypic_islands": "query-20"},
-            },
-        )["parts"]
-        if part["kind"] == "segment"
-    ]
+    prompt = SEP.join(["Lead", documents[0], documents[0].split()[9] + "?"])
+    found = explained(byte_server, {"prompt": prompt, "vllm_xargs": {"hypic_islands": "query-20"}})
+    [islands] = [part["runs"] for part in found["parts"] if part["kind"] == "segment"]
     assert len(islands) > 3 and sum(run["recomputed"] for run in islands) >= 3
+    # Ids stand for their segments.
+    content = document("by id")
+    made = answered(byte_server, "/v1/hypic/segments", {"text": content})
+    found = explained(byte_server, {"prompt": f"Lead<|hypic_segment:{made['id']}|>Why?"})
+    [segment] = segments(found)
+    assert segment["key"] == made["key"] and segment["state"] == "resident"
+    assert text(found) == f"Lead{SEP}{content}{SEP}Why?"
 
 
 def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None:
@@ -211,18 +200,9 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("body", "named"), BAD, ids=[str(body)[:40] for body, _ in BAD])
 def test_bad_requests_are_refused_by_name(byte_server: Server, body: Any, named: str) -> None:
-    answer = httpx.post(f"{byte_server.url}/v1/hypic/explain", json=body, timeout=60)
+    answer = post(byte_server, "/v1/hypic/explain", body)
     assert answer.status_code in (400, 404), answer.text
     assert named in answer.json()["error"]["message"]
-
-
-def test_ids_stand_for_their_segments(byte_server: Server) -> None:
-    content = document("by id")
-    made = httpx.post(f"{byte_server.url}/v1/hypic/segments", json={"text": content}, timeout=60).json()
-    found = explained(byte_server, {"prompt": f"Lead<|hypic_segment:{made['id']}|>Why?"})
-    [segment] = segments(found)
-    assert segment["key"] == made["key"] and segment["state"] == "resident"
-    assert text(found) == f"Lead{SEP}{content}{SEP}Why?"
 
 
 def test_explaining_beside_requests(byte_server: Server) -> None:
@@ -260,15 +240,15 @@ def test_the_command_prints_a_prompt_in_colours(byte_server: Server, tmp_path: P
     piped = explain(byte_server, "-", input="A prompt\x1b[31m alone.")
     assert piped.exit_code == 0 and "A prompt\u241b[31m alone." in piped.output
     assert "hypic_segment is 'off'" in piped.output and "\x1b" not in piped.output
-    file.write_text('{"prompt": ')
-    refused = explain(byte_server, str(file))
-    assert refused.exit_code == 2 and "is not JSON" in refused.output
-    file.write_text("[]")
-    assert "expected an object with messages" in explain(byte_server, str(file)).output
-    bad = explain(byte_server, "-", input='{"prompt": "x", "temperature": -1}')
-    assert bad.exit_code == 1 and "HTTP 400" in bad.output
-    file.write_bytes(b"\xff")
-    assert "is not UTF-8" in explain(byte_server, str(file)).output
+    for content, code, told in (
+        (b'{"prompt": ', 2, "is not JSON"),
+        (b"[]", 2, "expected an object with messages"),
+        (b"\xff", 2, "is not UTF-8"),
+        (b'{"prompt": "x", "temperature": -1}', 1, "HTTP 400"),
+    ):
+        file.write_bytes(content)
+        refused = explain(byte_server, str(file))
+        assert refused.exit_code == code and told in refused.output
     nobody = CliRunner().invoke(main, ["explain", "--url", "http://127.0.0.1:1", "-"], input="x")
     assert nobody.exit_code == 1 and "cannot be reached" in nobody.output
 
@@ -278,8 +258,5 @@ def test_the_page_needs_nothing_from_elsewhere(byte_server: Server) -> None:
         page = httpx.get(byte_server.url + path, timeout=60)
         assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
-        assert (
-            "src=" not in page.text
-            and "href=" not in page.text
-            and "//" not in page.text.split("<script>")[0]
-        )
+        assert "src=" not in page.text and "href=" not in page.text
+        assert "//" not in page.text.split("<script>")[0]

@@ -1,7 +1,5 @@
 """The page of ``GET /v1/hypic/explain`` in a headless browser: Debian's chromium, driven by selenium."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator
@@ -90,12 +88,8 @@ def test_a_chat_request_is_explained(browser: webdriver.Chrome, byte_server: Ser
     assert f"{found['prompt_tokens']} tokens: {found['tokens_reused']} reused" in totals
     assert f"{found['tokens_computed']} to compute" in totals and "pieces_cut 3" in totals
     assert "".join(shown(browser)) == "".join(r["text"] for part in found["parts"] for r in part["runs"])
-    assert [len(text) for text in shown(browser, ".cached")] == [
-        run["stop"] - run["start"]
-        for part in segments(found)[:2]
-        for run in part["runs"]
-        if not run["recomputed"]
-    ]
+    runs = [run for part in segments(found)[:2] for run in part["runs"] if not run["recomputed"]]
+    assert [len(text) for text in shown(browser, ".cached")] == [r["stop"] - r["start"] for r in runs]
     assert len(shown(browser, ".missing")) == 1 and len(shown(browser, ".recomputed")) == 6
     submit(browser, json.dumps(body), salt="another")
     assert [row[4] for row in rows(browser) if row[4]] == ["absent"] * 3

@@ -3,8 +3,6 @@
 Prompts without separators are what harmony itself makes of the same messages, which it does in this process.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,7 @@ from vllm_hypic.harness.serving import Server
 from vllm_hypic.suggest.prompts import FrontEnd
 
 from . import harmony_model
-from .conftest import CACHE_API, ENV
+from .conftest import CACHE_API, ENV, answered, post
 from .test_explain import check_whole, explained, segments
 
 pytestmark = pytest.mark.timeout(600)
@@ -80,24 +78,17 @@ def chat(*contents: Any, system: str = SYSTEM, **body: Any) -> dict[str, Any]:
     return {"messages": [{"role": "system", "content": system}, *said], **body}
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(server.url + path, json={"temperature": 0, **body}, timeout=120)
-
-
-def answered(server: Server, body: dict[str, Any]) -> tuple[list[int], int]:
+def asked(server: Server, body: dict[str, Any]) -> tuple[list[int], int]:
     """The prompt of a chat, and how much of it came from records."""
-    answer = post(server, "/v1/chat/completions", {"max_tokens": 4, "return_token_ids": True, **body})
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
+    body = {"temperature": 0, "max_tokens": 4, "return_token_ids": True, **body}
+    found = answered(server, "/v1/chat/completions", body)
     return found["prompt_token_ids"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def responded(server: Server, body: dict[str, Any], **more: Any) -> tuple[int, int]:
     """The length of a response's prompt, and how much of it came from records."""
-    asked = {"input": body["messages"], "max_output_tokens": 4, "vllm_xargs": body.get("vllm_xargs"), **more}
-    answer = post(server, "/v1/responses", asked)
-    assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]
+    said = {"input": body["messages"], "vllm_xargs": body.get("vllm_xargs"), **more}
+    usage = answered(server, "/v1/responses", {"temperature": 0, "max_output_tokens": 4, **said})["usage"]
     return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
 
 
@@ -121,18 +112,18 @@ def test_separators_cut_chats_and_responses(server: Server) -> None:
     """In texts and as parts; explained as they are computed."""
     found, before = documents("cut"), requests(server)
     joined = SEP.join(["", *found, QUESTION])
-    said = [SEP_PART, *chain.from_iterable((part(text), SEP_PART) for text in found), part(QUESTION)]
-    for i, body in enumerate((chat(joined), chat(said))):
-        prompt, cached = answered(server, body)
+    parts = [SEP_PART, *chain.from_iterable((part(text), SEP_PART) for text in found), part(QUESTION)]
+    for i, body in enumerate((chat(joined), chat(parts))):
+        prompt, cached = asked(server, body)
         assert without(prompt) == of_harmony([*found, QUESTION])
         assert prompt.count(SEP_ID) == len(found) + 1 and (cached >= 3 * REUSED) == (i > 0)
         about = explained(server, body)
         check_whole(about, prompt)
         assert [p["kind"] for p in segments(about)] == ["leading", *["segment"] * 3]
-        assert answered(server, body) == (prompt, about["tokens_reused"])
+        assert asked(server, body) == (prompt, about["tokens_reused"])
         template = {"reasoning_effort": "high"}
-        asked = {"messages": body["messages"], "chat_template_kwargs": template}
-        assert post(server, "/tokenize", asked).json()["tokens"] == answered(server, body | template)[0]
+        said = {"messages": body["messages"], "chat_template_kwargs": template}
+        assert answered(server, "/tokenize", said)["tokens"] == asked(server, body | template)[0]
     moved = chat(SEP.join(["", *reversed(found), QUESTION]))
     assert responded(server, moved) == (len(prompt), about["tokens_reused"])
     assert requests(server) == before + 7
@@ -150,7 +141,7 @@ def test_separators_cut_wherever_texts_stand(server: Server) -> None:
         "turns": (chat(f"{first}{SEP}{second}", QUESTION), of_harmony([first, second], [QUESTION])),
     }
     for name, (body, plain) in bodies.items():
-        prompt, _ = answered(server, body)
+        prompt, _ = asked(server, body)
         assert without(prompt) == plain and prompt.count(SEP_ID) == 1, name
     tool = {"name": "look", "description": f"Looks.{SEP}{third}", "parameters": {"type": "object"}}
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
@@ -160,8 +151,8 @@ def test_separators_cut_wherever_texts_stand(server: Server) -> None:
     ]
     body = chat(QUESTION, system=f"{SYSTEM}{SEP}{first}", tools=[{"type": "function", "function": tool}])
     body["messages"] += turns
-    prompt, _ = answered(server, body)
-    assert post(server, "/tokenize", body).json()["tokens"] == prompt
+    prompt, _ = asked(server, body)
+    assert answered(server, "/tokenize", body)["tokens"] == prompt
     encode = harmony_model.encoding().encode
     runs = [list(run) for run in split(prompt)]
     # Behind the first two harmony's own text goes on.
@@ -172,10 +163,10 @@ def test_separators_cut_wherever_texts_stand(server: Server) -> None:
     assert all(alike) and runs[3] == encode(second)
     shown = "".join(run["text"] for p in explained(server, body)["parts"] for run in p["runs"])
     assert shown.count(SEP) == len(runs) - 1 == 4
-    asked = [*body["messages"][:2], {**call["function"], "type": "function_call", "call_id": "1"}]
-    asked.append({"type": "function_call_output", "call_id": "1", "output": turns[1]["content"]})
+    items = [*body["messages"][:2], {**call["function"], "type": "function_call", "call_id": "1"}]
+    items.append({"type": "function_call_output", "call_id": "1", "output": turns[1]["content"]})
     tools = [{"type": "function", **tool}]
-    length, cached = responded(server, {"messages": asked}, tools=tools)
+    length, cached = responded(server, {"messages": items}, tools=tools)
     assert length == len(prompt) and cached == explained(server, body)["tokens_reused"] > 3 * REUSED - 8
 
 
@@ -192,7 +183,7 @@ def test_compiled_segments_serve_chats(server: Server) -> None:
         lead = cache.compile(message={"role": "system", "content": f"{SYSTEM} {document('lead')}"})
         segment = cache.compile(text)
     body = chat(f"{segment.form}{QUESTION}", system=lead.form)
-    prompt, cached = answered(server, body)
+    prompt, cached = asked(server, body)
     whole = of_harmony(["", text, QUESTION], system=f"{SYSTEM} {document('lead')}")
     assert without(prompt) == whole
     assert cached == lead.tokens + segment.tokens - 2 * 8
@@ -211,18 +202,17 @@ def test_modes_find_segments(server: Server, mode: str) -> None:
     else:
         pieces = ["\n\n".join([*found, QUESTION])]
         body, moved = (chat("\n\n".join([*order, QUESTION]), **extra) for order in (found, found[::-1]))
-    prompt, cached = answered(server, body)
+    prompt, cached = asked(server, body)
     assert prompt == of_harmony(pieces) and cached < REUSED
     about = explained(server, moved)
-    assert (
-        about["mode"] == mode and about["tokens_reused"] >= 3 * REUSED and about["pieces"]["pieces_cut"] == 3
-    )
-    assert answered(server, moved)[1] == about["tokens_reused"]
+    assert about["mode"] == mode and about["pieces"]["pieces_cut"] == 3
+    assert about["tokens_reused"] >= 3 * REUSED
+    assert asked(server, moved)[1] == about["tokens_reused"]
     assert responded(server, as_input(moved)) == (len(prompt), about["tokens_reused"])
     separated = chat(SEP.join(["", *found, QUESTION]), **extra)
     about = explained(server, separated)
     assert about["mode"] == "separators" and [p["kind"] for p in segments(about)].count("segment") == 3
-    assert answered(server, separated)[0].count(SEP_ID) == 4
+    assert asked(server, separated)[0].count(SEP_ID) == 4
 
 
 @pytest.mark.engine
@@ -232,15 +222,15 @@ def test_tools_are_pieces(server: Server) -> None:
 
     tools = [tool(i) for i in range(3)]
     extra = {"hypic_segment": "structure"}
-    asked = [
+    bodies = [
         chat(QUESTION, tools=[{"type": "function", "function": t} for t in order])
         for order in (tools, tools[::-1])
     ]
-    prompt, cached = answered(server, {**asked[0], "vllm_xargs": extra})
-    about = explained(server, {**asked[1], "vllm_xargs": extra})
+    prompt, cached = asked(server, {**bodies[0], "vllm_xargs": extra})
+    about = explained(server, {**bodies[1], "vllm_xargs": extra})
     assert cached < REUSED and about["tokens_reused"] >= 3 * REUSED
     flat = [{"type": "function", **t} for t in reversed(tools)]
-    body = {**asked[1], "vllm_xargs": extra}
+    body = {**bodies[1], "vllm_xargs": extra}
     assert responded(server, body, tools=flat) == (len(prompt), about["tokens_reused"])
 
 

@@ -1,7 +1,5 @@
 """Prompt logprobs over HTTP: ``echo``, and the field of chats and completions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ def asked(question: Any) -> Question:
 
 
 def test_echo(client: Client, asked: Question) -> None:
-    """The prompt as it was sent stands before the answer, and tokens fit it, separators included."""
+    # The prompt as it was sent stands before the answer, and tokens fit it, separators included.
     prompt = asked.prompt()
     silent = client.complete(prompt)
     cold, warm = (client.complete(prompt, echo=True, logprobs=2) for _ in range(2))
@@ -33,9 +31,8 @@ def test_echo(client: Client, asked: Question) -> None:
         assert choice["text"].startswith(prompt)
         assert len(found["tokens"]) == n + answer["usage"]["completion_tokens"]
         assert found["tokens"].count(SEP) == prompt.count(SEP) > 1
-        assert all(
-            p is None for t, p in zip(found["tokens"], found["token_logprobs"], strict=True) if t == SEP
-        )
+        pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+        assert all(logprob is None for token, logprob in pairs if token == SEP)
     assert cold["choices"] == warm["choices"] and cached(warm) > 0
     assert cold["choices"][0]["text"] == prompt + silent["choices"][0]["text"]
     nulls, none = (
@@ -45,13 +42,9 @@ def test_echo(client: Client, asked: Question) -> None:
     assert len(none) == prompt.count(SEP) + 1 and set(none) < set(nulls) and max(nulls) < n
     alone = client.complete(prompt, echo=True, logprobs=2, max_tokens=0)
     assert alone["choices"][0]["text"] == prompt
-    assert (
-        alone["choices"][0]["logprobs"]["token_logprobs"]
-        == warm["choices"][0]["logprobs"]["token_logprobs"][:n]
-    )
-
-
-def test_echo_of_a_prompt_that_only_warms(client: Client, asked: Question) -> None:
+    of_prompt, of_all = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (alone, warm))
+    assert of_prompt == of_all[:n]
+    # Echo of a prompt that only warms.
     prompt = asked.prompt().rpartition(SEP)[0] + SEP
     answer = client.complete(prompt, echo=True, logprobs=1)
     assert answer["choices"][0]["text"] == prompt

@@ -1,7 +1,5 @@
 """README and reference do what they say, and name every folder, option and metric."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -40,36 +38,27 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ENV, "PATH": path}
 
 
-def test_every_option_is_there_with_its_default():
+def test_every_option_metric_and_link_method_is_there():
     for field in dataclasses.fields(HypicConfig):
         row = re.search(rf"^\| `{field.name}` \| `(.*?)` \|", REFERENCE, re.MULTILINE)
         assert row, f"{field.name} is not in the table"
         default = HypicConfig().to_mapping()[field.name]
         assert json.loads(row.group(1).replace("\\|", "|")) == default
-
-
-def test_every_metric_and_link_method_is_there():
     for name in [f"{c}_total" for c in COUNTERS] + list(GAUGES):
         assert f"`{name}`" in REFERENCE
     for method in METHODS:
         assert f"| `{method}` |" in REFERENCE
 
 
-def test_the_picture_shows_every_folder():
+def test_folders_targets_and_files_that_are_named_exist():
     package = ROOT / "vllm_hypic"
     picture = README.split("```mermaid")[1].split("## Documentation")[0]
     for folder in sorted(p.parent.name for p in package.glob("*/__init__.py")):
         assert f"{folder}/" in picture, folder
     for named in re.findall(r"\b([a-z_]+(?:/[a-z_]+)*)/(?![a-z_])", picture):
         assert any((root / named).is_dir() for root in (package, ROOT)), named
-
-
-def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
-
-
-def test_named_files_exist():
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
 
@@ -96,11 +85,7 @@ def test_server_and_client_commands(tmp_path, as_users_start):
         script = block("tested: client").replace("http://127.0.0.1:8000", server.url)
         ended = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=BOUND_S,
+            **{"cwd": ROOT, "env": environment(), "timeout": BOUND_S, "capture_output": True, "text": True},
         )
     assert ended.returncode == 0, ended.stderr[-3000:]
     completion, *lines = ended.stdout.splitlines()

@@ -1,7 +1,5 @@
 """What stops the engine at start-up, with the reason and the way out."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -75,9 +73,7 @@ def test_the_name_of_the_backend_switches_everything_on():
     assert args.additional_config["hypic"]["link"] == "hypic"
     assert args.kv_transfer_config.kv_connector == CONNECTOR
     assert choose(args), "a second time changes nothing"
-
-
-def test_other_backends_are_left_alone():
+    # Other backends are left alone.
     args = arguments(attention_backend=None)
     assert not choose(args)
     assert args.scheduler_cls is None and args.worker_cls == "auto" and args.kv_transfer_config is None
@@ -94,25 +90,16 @@ def test_an_explicit_connector_config_wins():
 NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 OURS = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": {"page_tokens": 32}}
+SEVERAL = {"kv_connector": "MultiConnector", "kv_role": "kv_consumer"} | {
+    "kv_connector_extra_config": {"connectors": [NIXL, OURS, OFFLOADING]}
+}
 BESIDE = {
-    "one": ({"kv_transfer_config": KVTransferConfig(**NIXL)}, 64, ["NixlConnector"]),
-    "several": (
-        {
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector="MultiConnector",
-                kv_role="kv_consumer",
-                kv_connector_extra_config={"connectors": [NIXL, OURS, OFFLOADING]},
-            )
-        },
-        32,
-        ["NixlConnector", "OffloadingConnector"],
-    ),
-    "offloading": ({"kv_offloading_size": 1.0}, 64, ["OffloadingConnector"]),
+    "one": (NIXL, {}, 64, ["NixlConnector"]),
+    "several": (SEVERAL, {}, 32, ["NixlConnector", "OffloadingConnector"]),
+    "offloading": (None, {"kv_offloading_size": 1.0}, 64, ["OffloadingConnector"]),
     "offloading instead of a named one": (
-        {
-            "kv_offloading_size": 1.0,
-            "kv_transfer_config": KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both"),
-        },
+        {"kv_connector": CONNECTOR, "kv_role": "kv_both"},
+        {"kv_offloading_size": 1.0},
         64,
         ["OffloadingConnector"],
     ),
@@ -121,7 +108,9 @@ BESIDE = {
 
 @pytest.mark.parametrize("case", BESIDE)
 def test_other_connectors_stand_behind_ours(case):
-    options, page_tokens, others = BESIDE[case]
+    connector, options, page_tokens, others = BESIDE[case]
+    if connector is not None:
+        options = {**options, "kv_transfer_config": KVTransferConfig(**connector)}
     config = arguments(**options, seed=0).create_engine_config()
     transfer = config.kv_transfer_config
     ours, *found = transfer.kv_connector_extra_config["connectors"]
@@ -223,11 +212,9 @@ def test_a_draft_model_in_several_groups_is_refused():
 
 
 def test_drafts_that_are_served():
-    assert refusal(drafting(how={"method": "eagle3"})) is None
-    for method in ("draft_model", "eagle"):
+    for method in ("draft_model", "eagle", "eagle3", "ngram", "suffix"):
         assert refusal(drafting(how={"method": method})) is None
     for method in ("ngram", "suffix"):
-        assert refusal(drafting(how={"method": method})) is None
         hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
         assert refusal(hybrid, keeps_states=True) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None

@@ -3,31 +3,20 @@
 What the model answers is noise; its tokens are bytes, so a prompt without its separators has the others' ids.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from vllm_hypic.harness.serving import Server
 
+from .conftest import answered, post
 from .test_segments import SEP, ask, body, cached, document
 
 FULL = {"hypic_link": "full"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
+PARAMETERS = {**CITY, "required": ["city"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 
 
@@ -97,8 +86,7 @@ def test_usage_in_streams_counts_the_prompt_as_sent(byte_server: Server, chat: b
     assert whole["usage"]["prompt_tokens"] == len(sent["prompt_token_ids"])
     options = {"include_usage": True, "continuous_usage_stats": True}
     streamed = {**request, "max_tokens": 8, "temperature": 0, "stream": True, "stream_options": options}
-    path = "chat/completions" if chat else "completions"
-    answer = httpx.post(f"{byte_server.url}/v1/{path}", json=streamed, timeout=120).raise_for_status()
+    answer = post(byte_server, "/v1/chat/completions" if chat else "/v1/completions", streamed)
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert events.pop() == "[DONE]"
     usages = [json.loads(event)["usage"] for event in events]
@@ -112,8 +100,7 @@ def told(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def separator(server: Server) -> int:
-    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": SEP, "add_special_tokens": False})
-    [token] = answer.json()["tokens"]
+    [token] = answered(server, "/tokenize", {"prompt": SEP, "add_special_tokens": False})["tokens"]
     return int(token)
 
 

@@ -1,14 +1,13 @@
 """Segments found in ordinary requests of a real server: ids as ever, records in any order."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
-import httpx
 import pytest
 
 from vllm_hypic.harness.serving import Server
+
+from .conftest import answered
 
 CUT = {"hypic_segment": "text"}
 SEP = "<|hypic_sep|>"
@@ -16,26 +15,15 @@ SEP = "<|hypic_sep|>"
 
 def document(seed: object) -> str:
     rng = random.Random(f"segments {seed}")
-    return (
-        " ".join("".join(rng.choices("abcdefgh", k=rng.randrange(2, 9))) for _ in range(40)).capitalize()
-        + "."
-    )
+    words = ("".join(rng.choices("abcdefgh", k=rng.randrange(2, 9))) for _ in range(40))
+    return " ".join(words).capitalize() + "."
 
 
 def ask(server: Server, body: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    path = "chat/completions" if "messages" in body else "completions"
-    wanted = {"logprobs": True} if "messages" in body else {"logprobs": 1}
-    body = {
-        "max_tokens": 8,
-        "temperature": 0,
-        "vllm_xargs": options,
-        "return_token_ids": True,
-        **wanted,
-        **body,
-    }
-    answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    chat = "messages" in body
+    wanted = {"return_token_ids": True, "logprobs": True if chat else 1}
+    body = {"max_tokens": 8, "temperature": 0, "vllm_xargs": options, **wanted, **body}
+    return answered(server, "/v1/chat/completions" if chat else "/v1/completions", body)
 
 
 def cached(answer: dict[str, Any]) -> int:
@@ -43,11 +31,7 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 def ids(answer: dict[str, Any]) -> list[int]:
-    return (
-        answer["prompt_token_ids"]
-        if "prompt_token_ids" in answer
-        else answer["choices"][0]["prompt_token_ids"]
-    )
+    return (answer if "prompt_token_ids" in answer else answer["choices"][0])["prompt_token_ids"]
 
 
 def body(chat: bool, *documents: str) -> dict[str, Any]:
@@ -76,21 +60,16 @@ def test_documents_are_reused_in_any_order(byte_server: Server, chat: bool) -> N
     assert full["choices"] == plain["choices"]
 
 
-def test_what_prompts_with_segments_do_not_get_is_answered_as_ever(byte_server: Server) -> None:
+def test_prompts_without_segments_and_with_separators_are_answered_as_ever(byte_server: Server) -> None:
+    # What prompts with segments do not get is answered as ever.
     asked = body(False, *(document(("plain", i)) for i in range(4)))
     found, plain = (ask(byte_server, {**asked, "prompt_logprobs": 1}, extra) for extra in (CUT, {}))
     assert found["choices"] == plain["choices"]
-
-
-def test_separators_come_first(byte_server: Server) -> None:
+    # Separators come first, in texts and in pieces.
     documents = [document(("separators", i)) for i in range(3)]
+    parts = [{"type": "text", "text": SEP + text} for text in (*documents, "Which?")]
+    chat = {"messages": [{"role": "user", "content": parts}]}
     prompt = {"prompt": SEP.join(["Answer.", *documents, "Why?"])}
-    without, found = ask(byte_server, prompt, {}), ask(byte_server, prompt, CUT)
-    assert found["choices"] == without["choices"] and cached(found) >= sum(map(len, documents)) - 3 * 16
-
-
-def test_an_unknown_mode_is_refused(byte_server: Server) -> None:
-    with pytest.raises(
-        AssertionError, match="hypic_segment='paragraphs': expected one of off, structure, text, cdc"
-    ):
-        ask(byte_server, body(False, "x"), {"hypic_segment": "paragraphs"})
+    for asked, mode in ((prompt, "text"), (chat, "structure")):
+        without, found = (ask(byte_server, asked, extra) for extra in ({}, {"hypic_segment": mode}))
+        assert found["choices"] == without["choices"] and cached(found) >= sum(map(len, documents)) - 3 * 16

@@ -1,7 +1,5 @@
 """Two API servers before one engine: each finds segments, and what one has warmed the other reads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,11 +1,7 @@
 """Chats cut by their own structure, on a real server: ids as ever, records in any order, counts."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -14,15 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
-from lib import forked
-from one_process import ONE_PROCESS
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import pre_tokenizers
 
 from vllm_hypic.connector.stats import MODE_COUNTERS, MODES
 from vllm_hypic.harness.serving import Server
 
-from .conftest import ENV, byte_model
+from .conftest import answered, byte_model, run_script
 from .test_segments import ask, cached, document, ids
 
 CUT = {"hypic_segment": "structure"}
@@ -35,11 +29,8 @@ ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 def tool(i: object, characters: int = 250) -> dict[str, Any]:
     """Of about 130 characters more."""
-    function = {
-        "name": f"tool{i}",
-        "description": document(("tool", i))[:characters],
-        "parameters": {"type": "object"},
-    }
+    text = document(("tool", i))[:characters]
+    function = {"name": f"tool{i}", "description": text, "parameters": {"type": "object"}}
     return {"type": "function", "function": function}
 
 
@@ -66,25 +57,24 @@ def counts(server: Server, mode: str = "structure") -> dict[str, float]:
 def forms() -> Iterator[tuple[str, list[dict[str, Any]], list[int]]]:
     """Requests that hold the same pieces in two orders, and these pieces' lengths."""
     tools, texts = [tool(i) for i in range(5)], [document(("structure", i)) for i in range(5)]
-    documents = [{"text": text} for text in texts]
-    moved = (3, 0, 4, 2, 1)
     lengths = [len(text) for text in texts]
-    yield (
-        "tools",
-        [chat(tools=tools), chat(tools=[tools[i] for i in moved])],
-        [len(document(("tool", i))[:250]) for i in range(5)],
-    )
-    yield "documents", [chat(documents=documents), chat(documents=[documents[i] for i in moved])], lengths
-    given = [{"documents": documents}, {"documents": [documents[i] for i in moved]}]
+
+    def orders(pieces: list[Any]) -> list[list[Any]]:
+        return [pieces, [pieces[i] for i in (3, 0, 4, 2, 1)]]
+
+    described = [len(document(("tool", i))[:250]) for i in range(5)]
+    yield "tools", [chat(tools=order) for order in orders(tools)], described
+    documents = orders([{"text": text} for text in texts])
+    yield "documents", [chat(documents=order) for order in documents], lengths
+    given = [{"documents": order} for order in documents]
     yield "template arguments", [chat(chat_template_kwargs=args) for args in given], lengths
-    contents = [[part(texts[i]) for i in order] for order in (range(5), moved)]
+    contents = orders([part(text) for text in texts])
     yield "parts", [chat(*content, part("Which one?")) for content in contents], lengths
     marks = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
-    contents = [[part(texts[i], **marks) for i in order] for order in (range(5), moved)]
+    contents = orders([part(text, **marks) for text in texts])
     yield "marked parts", [chat(*content) for content in contents], lengths
     results = [{"role": "tool", "tool_call_id": str(i), "content": text} for i, text in enumerate(texts)]
-    asked = [[*(results[i] for i in order), QUESTION] for order in (range(5), moved)]
-    yield "tool results", [{"messages": messages} for messages in asked], lengths
+    yield "tool results", [{"messages": [*order, QUESTION]} for order in orders(results)], lengths
 
 
 FORMS = {name: (bodies, lengths) for name, bodies, lengths in forms()}
@@ -94,11 +84,7 @@ FORMS = {name: (bodies, lengths) for name, bodies, lengths in forms()}
 def test_pieces_are_reused_in_any_order(byte_server: Server, form: str) -> None:
     (body, moved), lengths = FORMS[form]
     ask(byte_server, body, CUT)
-    warm, again, plain = (
-        ask(byte_server, moved, CUT),
-        ask(byte_server, moved, CUT),
-        ask(byte_server, moved, {}),
-    )
+    warm, again, plain = (ask(byte_server, moved, options) for options in (CUT, CUT, {}))
     assert cached(warm) >= sum(lengths) - len(lengths) * SEAMS
     assert warm["choices"] == again["choices"]
     assert ids(plain) == ids(warm) and plain["usage"]["prompt_tokens"] == warm["usage"]["prompt_tokens"]
@@ -167,8 +153,7 @@ def test_other_endpoints_tell_their_structure_too(byte_server: Server) -> None:
     for path, body in (("messages", anthropic), ("responses", responses)):
         before = counts(byte_server)
         body = {"model": byte_server.model, "temperature": 0, "vllm_xargs": CUT, **body}
-        answer = httpx.post(f"{byte_server.url}/v1/{path}", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
+        answered(byte_server, f"/v1/{path}", body)
         assert counts(byte_server)["pieces_cut"] - before["pieces_cut"] == 4, path
 
 
@@ -180,45 +165,28 @@ def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server,
     asked = [*said, {"role": "user", "content": question}]
     function = {"name": "tool", "arguments": '{"a": 1}'}
     call = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
-    answered = [*asked, call, {"role": "tool", "tool_call_id": "1", "content": result}]
+    result_read = [*asked, call, {"role": "tool", "tool_call_id": "1", "content": result}]
+    output = {"type": "function_call_output", "call_id": "1", "output": result}
+    called = [{"type": "function_call", "call_id": "1", **function}, output]
     used = {"type": "tool_use", "id": "1", "name": "tool", "input": {"a": 1}}
     got = {"type": "tool_result", "tool_use_id": "1", "content": result}
+    using = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [got]}]
     begins = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 1}
     bodies: list[tuple[str, dict[str, Any]]] = [
-        ("chat/completions", {"messages": answered, "max_tokens": 1}),
+        ("chat/completions", {"messages": result_read, "max_tokens": 1}),
         ("chat/completions", {"messages": [*asked, {"role": "assistant", "content": begun}], **begins}),
-        (
-            "responses",
-            {
-                "input": [
-                    *asked,
-                    {"type": "function_call", "call_id": "1", **function},
-                    {"type": "function_call_output", "call_id": "1", "output": result},
-                ],
-                "max_output_tokens": 1,
-            },
-        ),
-        (
-            "messages",
-            {
-                "messages": [
-                    *asked,
-                    {"role": "assistant", "content": [used]},
-                    {"role": "user", "content": [got]},
-                ],
-                "max_tokens": 1,
-            },
-        ),
+        ("responses", {"input": [*asked, *called], "max_output_tokens": 1}),
+        ("messages", {"messages": [*asked, *using], "max_tokens": 1}),
     ]
     for path, body in bodies:
         before = counts(byte_server, mode)["pieces_cut"]
         body = {"model": byte_server.model, "vllm_xargs": {"hypic_segment": mode}, **body}
-        answer = httpx.post(f"{byte_server.url}/v1/{path}", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
+        answered(byte_server, f"/v1/{path}", body)
         assert counts(byte_server, mode)["pieces_cut"] == before + 1, path
 
 
-def test_what_was_found_is_counted(byte_server: Server) -> None:
+def test_what_was_found_is_counted_on_every_way(byte_server: Server) -> None:
+    # What was found is counted.
     long, short = [part(document(("counted", i))) for i in range(3)], [part("a few words")] * 4
     body = chat(*long, *short, part("Which one?"))
     before = counts(byte_server)
@@ -237,9 +205,7 @@ def test_what_was_found_is_counted(byte_server: Server) -> None:
         "pieces_short": 2 * 4,
         "segment_tokens": 2 * tokens,
     }
-
-
-def test_every_way_to_segments_has_its_counts(byte_server: Server) -> None:
+    # Every way to segments has its counts.
     prompt = "\n\n".join(document(("ways", i)) for i in range(4))
     named = [0, 200, 200, 400]
     separated = prompt.replace("\n\n", "<|hypic_sep|>")
@@ -260,19 +226,6 @@ def test_every_way_to_segments_has_its_counts(byte_server: Server) -> None:
         if mode != "cdc":  # the prompt is shorter than its pieces
             assert grown["requests"] == 2 and grown["tokens_reused"] > 0, mode
             assert grown["tokens_computed"] > warm["usage"]["prompt_tokens"] - cached(warm), mode
-
-
-def test_what_was_found_is_no_clients_to_say(byte_server: Server) -> None:
-    body = {"prompt": "x", "vllm_xargs": {"hypic_found": {"mode": "text", "pieces": 1}}}
-    answer = httpx.post(f"{byte_server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == 400, answer.text
-
-
-def test_separators_in_pieces_come_first(byte_server: Server) -> None:
-    texts = [document(("primitives", i)) for i in range(3)]
-    body = chat(*(part(f"<|hypic_sep|>{text}") for text in texts), part("<|hypic_sep|>Which?"))
-    without, found = ask(byte_server, body, {}), ask(byte_server, body, CUT)
-    assert found["choices"] == without["choices"] and cached(found) >= sum(map(len, texts)) - 3 * SEAMS
 
 
 @pytest.mark.parametrize("bad", [[], [{}], "x", [{"text": 3}], [{"text": "\ud800" * 200}], {"a": 1}])
@@ -331,12 +284,6 @@ if __name__ == "__main__":
 def test_tools_of_a_process_of_its_own(tmp_path: Path) -> None:
     script, template = tmp_path / "script.py", byte_model(tmp_path)
     script.write_text(SCRIPT)
-    ended = forked.run(
-        [sys.executable, str(script), str(tmp_path / "model"), str(template)],
-        env={**os.environ, **ENV, **ONE_PROCESS, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
     tokens = sum(len(json.dumps(tool(("llm", i)))) for i in range(4))
-    _, *warm = json.loads(ended.stdout.splitlines()[-1])
+    _, *warm = json.loads(run_script(script, tmp_path / "model", template)[-1])
     assert len(warm) == 3 and min(warm[1:]) >= tokens - 4 * SEAMS

@@ -1,7 +1,5 @@
 """``vllm-hypic suggest`` on logs of which the right answer is known."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -133,18 +131,12 @@ def test_what_is_printed(run: Callable[..., Any]) -> None:
 
 
 def test_seams_are_not_reused(run: Callable[..., Any]) -> None:
-    by_seam = [
-        next(
-            c
-            for c in run(separated(), "--json", "--hypic", json.dumps(o))["candidates"]
-            if c["name"] == "off"
-        )
-        for o in (
-            {"seam_tokens": 4, "islands": "none"},
-            {"seam_tokens": 8, "islands": "none"},
-            {"seam_tokens": 8, "islands": "query-20"},
-        )
-    ]
+    def off(seam: int, islands: str) -> dict[str, Any]:
+        options = json.dumps({"seam_tokens": seam, "islands": islands})
+        candidates = run(separated(), "--json", "--hypic", options)["candidates"]
+        return next(c for c in candidates if c["name"] == "off")
+
+    by_seam = [off(4, "none"), off(8, "none"), off(8, "query-20")]
     segments = 3 * 24
     cold = 4
     lost = by_seam[0]["reused_tokens"] - by_seam[1]["reused_tokens"]
@@ -171,17 +163,12 @@ def test_tenants_share_nothing(run: Callable[..., Any]) -> None:
     )
 
 
-def test_what_has_no_segments_is_not_cut(run: Callable[..., Any]) -> None:
+def test_what_has_no_segments_is_not_cut_and_images_are_left_out(run: Callable[..., Any]) -> None:
     log = [{**body, "prompt_logprobs": 1} for body in KNOWN["text"][0]]
     assert {c["in_segments"] for c in run(log, "--json")["candidates"]} == {0.0}
-
-
-IMAGE = user([{"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}}])
-
-
-def test_images_are_left_out(run: Callable[..., Any]) -> None:
-    assert run([user("Why?"), IMAGE], "--json")["requests_left_out"] == 1
-    assert "no prompts, and 1 requests left out" in run([IMAGE])
+    image = user([{"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}}])
+    assert run([user("Why?"), image], "--json")["requests_left_out"] == 1
+    assert "no prompts, and 1 requests left out" in run([image])
     assert "no prompts" in run("\n\n")
 
 

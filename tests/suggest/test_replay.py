@@ -1,9 +1,12 @@
-"""Counts of replayed prompts, by hand."""
+"""Counts of replayed prompts, by hand, and which of several candidates is recommended."""
 
-from __future__ import annotations
+from types import SimpleNamespace
+
+import pytest
 
 from vllm_hypic.primitives.pieces import ParsedPrompt, cut_prompt
 from vllm_hypic.primitives.policies import parse_link
+from vllm_hypic.suggest.candidates import recommended
 from vllm_hypic.suggest.replay import Linking, PrefixCaches, Replay
 
 LEAD, A, B, QUERY = (tuple(range(100 * i, 100 * i + n)) for i, n in enumerate((16, 40, 50, 9)))
@@ -40,9 +43,7 @@ def test_records_serve_in_any_order_but_for_seams() -> None:
     assert engine.record_tokens == len(LEAD) + len(A) + len(B) - 2 * 8
     assert engine.segment_tokens == 2 * (len(A) + len(B)) and engine.pieces == [2, 2]
     assert engine.tokens == 2 * (len(LEAD) + len(A) + len(B) + len(QUERY))
-
-
-def test_a_prompt_does_not_reuse_what_it_computes_itself() -> None:
+    # A prompt does not reuse what it computes itself.
     engine = replay("block")
     assert engine.answer((), cut(A, A), None) == 0
     assert engine.answer((), cut(A), None) == len(LEAD) + len(A)
@@ -61,3 +62,19 @@ def test_tenants_and_uncut_prompts_have_caches_of_their_own() -> None:
     assert engine.answer((), cut(A, B), "b") == 0 < engine.answer((), cut(A, B), "a")
     ids = LEAD + A + B + QUERY
     assert [engine.answer(ids, None, salt) for salt in ("a", "b", "a")] == [0, 0, 112]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "right"),
+    [
+        ([("text", 3, 0.80), ("structure", 2, 0.79), ("off", 1, 0.70)], "structure"),
+        ([("text", 3, 0.80), ("structure", 2, 0.77)], "text"),
+        ([("cdc, 512", 5, 0.80), ("cdc, 1024", 5, 0.79)], "cdc, 512"),
+        ([("text", 3, 0.50), ("prefix caching alone", 0, 0.49)], "prefix caching alone"),
+    ],
+)
+def test_the_simplest_within_two_points_of_the_best(
+    candidates: list[tuple[str, int, float]], right: str
+) -> None:
+    found = [SimpleNamespace(name=n, rank=r, replay=SimpleNamespace(reuse=u)) for n, r, u in candidates]
+    assert recommended(found).name == right

@@ -1,7 +1,5 @@
 """Training a context: prompts, what is learned, going on after a break, the command and its file."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -67,7 +65,7 @@ def training_of(model: Dense, texts: tuple[Documents, Documents], steps: int, ra
     return Training(model, start, texts[0], held_out_prompts(texts[1], 2), schedule)
 
 
-def test_prompts(texts: tuple[Documents, Documents]) -> None:
+def test_prompts(texts: tuple[Documents, Documents], folder: Path, documents: Path, tmp_path: Path) -> None:
     train, held_out = texts
     assert len(train.texts) == 16 and len(held_out.texts) == 4
     assert not set(train.texts) & set(held_out.texts)
@@ -86,9 +84,6 @@ def test_prompts(texts: tuple[Documents, Documents]) -> None:
         ]
         assert sum(found) == 1
     assert held_out_prompts(held_out, 3) == held_out_prompts(held_out, 3)
-
-
-def test_too_few_documents(folder: Path, documents: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text((documents / "inside" / "0.txt").read_text())
     with pytest.raises(ValueError, match="1 texts of 896 tokens or more: expected at least 20"):
         read_documents(tmp_path, AutoTokenizer.from_pretrained(folder))
@@ -154,25 +149,25 @@ def test_command(folder: Path, documents: Path, tmp_path: Path) -> None:
     assert read_learned(output).digest != changed or output.read_bytes()[-1:] == b"\0"
 
 
-def test_command_refuses_what_does_not_help(folder: Path, documents: Path, tmp_path: Path) -> None:
+def test_command_refuses_what_does_not_help_and_bad_input(
+    folder: Path, documents: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "context.safetensors"
-    code, said = tune(folder, documents, output, "--steps", "1", "--checks", "1", "--rate", "0")
-    assert code == 1 and "training did not help" in said and not output.exists()
-
-
-def test_command_refuses_bad_input(folder: Path, documents: Path, tmp_path: Path) -> None:
-    code, said = tune(folder, documents, tmp_path / "context.bin")
-    assert code == 2 and "expected a name that ends in .safetensors" in said
-    code, said = tune(folder, tmp_path, tmp_path / "context.safetensors")
-    assert code == 2 and "expected at least 20" in said
-    code, said = tune(tmp_path, documents, tmp_path / "context.safetensors")
-    assert code == 2 and str(tmp_path) in said
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
-    path = tmp_path / "context.safetensors"
+    for arguments, expected, says in (
+        (
+            (folder, documents, output, "--steps", "1", "--checks", "1", "--rate", "0"),
+            1,
+            "training did not help",
+        ),
+        ((folder, documents, tmp_path / "x.bin"), 2, "expected a name that ends in .safetensors"),
+        ((folder, tmp_path, output), 2, "expected at least 20"),
+        ((tmp_path, documents, output), 2, str(tmp_path)),
+    ):
+        code, said = tune(*arguments)
+        assert code == expected and says in said and not output.exists()
+    # Files that are none.
     for content in (None, b"", b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 40):
         if content is not None:
-            path.write_bytes(content)
+            output.write_bytes(content)
         with pytest.raises(ValueError, match="no learned context"):
-            read_learned(path)
+            read_learned(output)
