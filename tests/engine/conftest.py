@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import Oracle
 from oracle.models import save_attention_model, save_hybrid_model
 
+from . import tiny_models
 from .engines import Engine, audit, pool_unit_bytes, run_apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 EngineFactory = Callable[..., Engine]
+Saver = Callable[..., Path]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,18 +33,54 @@ def engine_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def hybrid_model(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    """Four layers, linear and full attention in turn, random with live gates; 512 words."""
-    path = tmp_path_factory.mktemp("models") / "hybrid"
-    # Untied: with tied embeddings a random model only repeats its last token.
-    return run_apart(partial(save_hybrid_model, tie=False), path, log=engine_logs / "models.log")
+def saved(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Saver:
+    """``saved(save, *args)``: the folder that ``save(folder, *args)`` writes, in a process of its own."""
+
+    def run(save: Callable[..., object], *args: Any, name: str = "model") -> Path:
+        path = tmp_path_factory.mktemp("models") / name
+        run_apart(save, path, *args, log=engine_logs / "models.log")
+        return path
+
+    return run
 
 
 @pytest.fixture(scope="session")
-def attention_model(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
+def hybrid_model(saved: Saver) -> Path:
+    """Four layers, linear and full attention in turn, random with live gates; 512 words."""
+    # Untied: with tied embeddings a random model only repeats its last token.
+    return saved(partial(save_hybrid_model, tie=False), name="hybrid")
+
+
+@pytest.fixture(scope="session")
+def attention_model(saved: Saver) -> Path:
     """A random dense Qwen3: full attention in every layer, no linear part."""
-    path = tmp_path_factory.mktemp("models") / "attention"
-    return run_apart(partial(save_attention_model, tie=False), path, log=engine_logs / "models.log")
+    return saved(partial(save_attention_model, tie=False), name="attention")
+
+
+@pytest.fixture(scope="session")
+def one_layer_model(saved: Saver) -> Path:
+    """A random Qwen3 of one layer: its K and V depend on a token alone, so composing is exact."""
+    return saved(tiny_models.save, "Qwen3", {"num_hidden_layers": 1})
+
+
+@pytest.fixture(scope="module", params=["hybrid", "attention"])
+def model(request: pytest.FixtureRequest) -> Path:
+    """Each of both models, for modules that name no other."""
+    path: Path = request.getfixturevalue(f"{request.param}_model")
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.fixture(scope="module")
+def noise(engine: Engine, oracle: Oracle) -> Any:
+    """How far ordinary requests of the module's engine are from the oracle's full recompute."""
+    from .test_oracle_agreement import noise_of
+
+    return noise_of(engine, oracle)
 
 
 @pytest.fixture(scope="session")
@@ -154,9 +193,22 @@ def lent(engine: Engine, begin: Callable[[Engine], object] = Engine.reset) -> It
 
 
 @pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    """The module's own ``_engine``, its caches empty; afterwards nothing may be held."""
+    yield from lent(_engine)
+
+
+@pytest.fixture
 def hypic(_hypic: Engine) -> Iterator[Engine]:
     """The shared engine with the plugin, its caches empty; afterwards nothing may be held."""
     yield from lent(_hypic)
+
+
+@pytest.fixture
+def chosen(kind: str, request: pytest.FixtureRequest) -> Engine:
+    """The shared engine that the test's parameter ``kind`` names."""
+    engine: Engine = request.getfixturevalue(kind)
+    return engine
 
 
 @pytest.fixture

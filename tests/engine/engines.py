@@ -105,14 +105,24 @@ class Answer:
         return self.logprobs[0][0]
 
 
-def same(one: Answer, other: Answer) -> bool:
+def same(one: Answer, *others: Answer) -> bool:
     """Whether tokens and logprobs are equal, bit for bit."""
-    return one.samples == other.samples and one.logprobs == other.logprobs
+    return all(one.samples == other.samples and one.logprobs == other.logprobs for other in others)
+
+
+def all_same(*runs: Sequence[Answer]) -> bool:
+    """Whether runs of the same requests have the same answers, bit for bit."""
+    return all(same(*answers) for answers in zip(*runs, strict=True))
 
 
 def distance(one: Answer, other: Answer) -> float:
     """Largest difference of the first token's logprobs, over the tokens that both report."""
     return max(abs(one.first[t] - other.first[t]) for t in one.first.keys() & other.first.keys())
+
+
+def largest_distance(run: Sequence[Answer], other: Sequence[Answer]) -> float:
+    """The largest :func:`distance` between the answers of two runs of the same requests."""
+    return max(distance(*answers) for answers in zip(run, other, strict=True))
 
 
 def prompt(*segments: Sequence[int], query: Sequence[int], lead: Sequence[int] = ()) -> tuple[int, ...]:
@@ -229,21 +239,42 @@ def run_apart(function: Callable[..., T], *args: Any, log: Path, timeout: float 
 # -- functions that run beside the engine ------------------------------------------------------------
 
 
+def entry_of(ask: Ask) -> dict[str, Any]:
+    """The prompt as vLLM takes it."""
+    entry: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
+    if ask.salt is not None:
+        entry["cache_salt"] = ask.salt
+    if ask.media:
+        entry["multi_modal_data"] = ask.media
+    return entry
+
+
+def outputs_of(llm: Any, *asks: Ask, **more: Any) -> list[Any]:
+    """vLLM's own outputs of requests that run together."""
+    entries, params = [entry_of(ask) for ask in asks], [sampling_params(ask) for ask in asks]
+    found: list[Any] = llm.generate(entries, params, use_tqdm=False, **more)
+    return found
+
+
 def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
-    prompts = []
-    for ask in asks:
-        entry: dict[str, Any] = {"prompt_token_ids": list(ask.tokens)}
-        if ask.salt is not None:
-            entry["cache_salt"] = ask.salt
-        if ask.media:
-            entry["multi_modal_data"] = ask.media
-        prompts.append(entry)
-    outputs = llm.generate(prompts, [sampling_params(a) for a in asks], use_tqdm=False)
-    return [answer_of(output) for output in outputs]
+    return [answer_of(output) for output in outputs_of(llm, *asks)]
 
 
 def generate_one_by_one(llm: Any, asks: Iterable[Ask]) -> list[Answer]:
     return [generate(llm, [ask])[0] for ask in asks]
+
+
+def begin(llm: Any, name: str, ask: Ask, **more: Any) -> str:
+    """Add a request, which runs as somebody steps; returns its name in the engine."""
+    return str(llm.llm_engine.add_request(name, entry_of(ask), sampling_params(ask), **more))
+
+
+def run_to_end(llm: Any, name: str) -> Any:
+    """Step until the request has ended; returns vLLM's output."""
+    while True:
+        for output in llm.llm_engine.step():
+            if output.finished and output.request_id == name:
+                return output
 
 
 def reset_caches(llm: Any) -> bool:
@@ -294,6 +325,15 @@ def store_of(llm: Any) -> Any:
     return next(link.store for link in worker_of(llm).links if isinstance(link, StoreLink))
 
 
+def plan_of(
+    llm: Any, tokens: Sequence[int], extra: dict[str, Any] | None = None, salt: str | None = None
+) -> Any:
+    """The plan that a hypic engine makes of a prompt."""
+    from vllm_hypic.connector.scheduler.planning import PlanRequest
+
+    return scheduler_of(llm).hypic.planner.plan(PlanRequest(list(tokens), extra, salt, None))
+
+
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:
     """Bytes of one page, and of one state slot with blocks for all transitions, of a hypic engine's pool."""
     geometry = scheduler_of(llm).hypic.geometry
@@ -315,24 +355,14 @@ def drain(llm: Any, steps: int = 2000) -> None:
 
 @dataclass(frozen=True)
 class Audit:
-    """What an idle engine still holds."""
+    """What an idle engine still holds, by kind; cached blocks and unpinned records do not count."""
 
-    unfinished: int
     free_blocks: int
-    pinned: int
-    composed: int
-    captures: int
-    moved: int
-    held: int
-    worker_streams: int
-    worker_captures: int
-    carried: int
+    held: dict[str, int]
 
     @property
     def clean(self) -> bool:
-        """Nothing is left but cached blocks and unpinned records."""
-        counts = (self.unfinished, self.pinned, self.composed, self.captures, self.moved, self.held)
-        return not any((*counts, self.worker_streams, self.worker_captures, self.carried))
+        return not any(self.held.values())
 
 
 def audit(llm: Any) -> Audit:
@@ -347,21 +377,20 @@ def audit(llm: Any) -> Audit:
     side = scheduler.hypic
     requests = side.segment_requests
     side.directory.check_integrity()
-    return Audit(
-        unfinished=scheduler.get_num_unfinished_requests(),
-        free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        pinned=side.directory.pinned,
-        composed=len(side.admission.requests) + len(side.admission._pending),
-        captures=len(requests._segments) + len(requests._incomplete),
-        moved=len(side.arrivals) + len(side._deliveries),
-        held=len(side._held)
-        + len(scheduler._ending)
-        + len(scheduler._commands._answers)
-        + len(scheduler._prompt_logprobs._rows),
-        worker_streams=len(worker._streams),
-        worker_captures=len(worker._captures),
-        carried=sum(len(layer.carries) for layer in worker.runtime.carrying),
-    )
+    held = {
+        "unfinished": scheduler.get_num_unfinished_requests(),
+        "pinned": side.directory.pinned,
+        "composed": len(side.admission.requests) + len(side.admission._pending),
+        "captures": len(requests._segments) + len(requests._incomplete),
+        "moved": len(side.arrivals) + len(side._deliveries),
+        "held": len(side._held) + len(scheduler._ending),
+        "commands": len(scheduler._commands._answers),
+        "prompt logprobs": len(scheduler._prompt_logprobs._rows),
+        "worker's streams": len(worker._streams),
+        "worker's captures": len(worker._captures),
+        "carried": sum(len(layer.carries) for layer in worker.runtime.carrying),
+    }
+    return Audit(scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), held)
 
 
 # -- the process -------------------------------------------------------------------------------------

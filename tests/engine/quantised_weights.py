@@ -5,7 +5,6 @@ Rounded to nearest, nothing is calibrated.  Only the linear layers of attention 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,18 +14,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from .tiny_models import PT, Weights, config_of
+
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns each nibble of a word holds, the lowest first."""
-
-Parts = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Scheme:
     config: dict[str, Any]
     """``quantization_config`` of the model."""
-    quantise: Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+    quantise: Callable[[torch.Tensor], tuple[Weights, torch.Tensor]]
     """``[N, K]`` weight -> tensors by the suffix of their names, and the weight ``[N, K]`` they stand for."""
 
 
@@ -47,10 +46,10 @@ def save_quantised(model: Path, folder: Path, name: str) -> Path:
         del stored[key]
         stored |= {f"{layer}.{suffix}": value.contiguous() for suffix, value in parts.items()}
         meant[key] = stands_for.to(weight.dtype).contiguous()
-    save_file(stored, quantised / "model.safetensors", metadata={"format": "pt"})
-    save_file(meant, read_back / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.config}))
+    save_file(stored, quantised / "model.safetensors", metadata=PT)
+    save_file(meant, read_back / "model.safetensors", metadata=PT)
+    with config_of(quantised) as config:
+        config["quantization_config"] = scheme.config
     return quantised
 
 
@@ -76,12 +75,12 @@ def _packed(values: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> t
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
-def _awq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def _awq(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     q, zero, scale, meant = _four_bits(weight, symmetric=False)
     return {"qweight": _packed(q, AWQ_ORDER), "qzeros": _packed(zero, AWQ_ORDER), "scales": scale}, meant
 
 
-def _gptq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def _gptq(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     q, zero, scale, meant = _four_bits(weight, symmetric=True)
     return {
         "qweight": _packed(q.t()).t(),
@@ -91,7 +90,7 @@ def _gptq(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     }, meant
 
 
-def _eight_bits(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+def _eight_bits(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     scale = weight.abs().amax(1, keepdim=True) / 127
     q = (weight / scale).round().clamp(-127, 127)
     return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale

@@ -66,10 +66,8 @@ def stage(llm: Any) -> None:
     stock = engine.has_unfinished_requests
     # A server's engine steps as long as its scheduler says so; ``LLM`` looks at clients' requests only.
     engine.has_unfinished_requests = lambda: stock() or scheduler.has_requests()
-    _use(
-        worker,
-        StagedMover(worker.runtime.pool, PolledStream(), HostBlocks(BLOCKS, BLOCK_BYTES, pinned=False)),
-    )
+    blocks = HostBlocks(BLOCKS, BLOCK_BYTES, pinned=False)
+    _use(worker, StagedMover(worker.runtime.pool, PolledStream(), blocks))
 
 
 def unstage(llm: Any) -> int:

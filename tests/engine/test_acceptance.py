@@ -11,17 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import random_segments
 
 from .conftest import EngineFactory
-from .engines import LAST_WORD, Ask, Engine, prompt, run_apart
-from .test_drafts import ARGS, NGRAMS, by_full, by_head, by_model, counts
-from .test_drafts_by_mtp import ARGS as IN_BFLOAT16
-from .test_drafts_by_mtp import MTP
-from .tiny_drafters import save_falcon, save_near, save_with_head
-from .tiny_predictors import save_with_predictor
+from .engines import Ask, Engine, run_apart
+from .test_drafts import ARGS, NGRAMS, by_full, by_head, by_model, watched_together
+from .test_drafts_of_hybrids import MTP, MTP_ARGS, SIDE_BY_SIDE, prompts
+from .tiny_drafters import save_falcon, save_near, save_with_head, save_with_predictor
 
-SIDE_BY_SIDE, ANSWER = 8, 40
 # At the end of a chunk vLLM has a head read the prompt's last token for its next one; here a prompt is none.
 WHOLE = {"max_num_batched_tokens": 2048}
 CLOSE = 0.02
@@ -39,44 +35,13 @@ class Method:
     prompts: int = 160
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Shares of drafts that were accepted, by batch of requests ``[batches]``."""
-
-    ordinary: np.ndarray
-    composed: np.ndarray
-    full: np.ndarray
-
-    def apart(self) -> tuple[float, float]:
-        """How much larger the composed share is, and the standard error of that."""
-        differences = self.composed - self.ordinary
-        return differences.mean(), differences.std(ddof=1) / len(differences) ** 0.5
-
-
-def prompts(count: int, exact: bool, temperature: float, few_words: bool) -> list[list[Ask]]:
-    """Batches of prompts.  ``exact``: of one leading segment, whose record is what an ordinary prompt has;
-    otherwise with two further ones."""
-    asks = []
-    for i in range(count):
-        lead, a, b, query = random_segments([24, 60, 40, 12], vocab=480, seed=1000 + i)
-        sampling: dict[str, Any] = {"temperature": temperature, "seed": i}
-        if few_words:
-            sampling["allowed_token_ids"] = [*a[:2], *range(LAST_WORD - 2, LAST_WORD)]
-        tokens = prompt(lead=[*lead, *a], query=query) if exact else prompt(a, b, lead=lead, query=query)
-        asks.append(Ask(tokens, ANSWER, sampling=sampling))
-    return [asks[i : i + SIDE_BY_SIDE] for i in range(0, count, SIDE_BY_SIDE)]
-
-
-def measured(engine: Engine, batches: list[list[Ask]]) -> Rates:
-    kinds: dict[str, Callable[[Ask], Ask]] = {"ordinary": Ask.plain, "composed": replace, "full": by_full}
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for batch in batches:
-        for kind, asked in kinds.items():
-            before = engine.call(counts)
-            engine.ask(*map(asked, batch))
-            _, tokens, accepted = (b - a for a, b in zip(before, engine.call(counts), strict=True))
-            found[kind].append(accepted / tokens)
-    return Rates(**{kind: np.array(rates) for kind, rates in found.items()})
+def measured(engine: Engine, batches: list[list[Ask]]) -> tuple[np.ndarray, ...]:
+    """Shares ``[batches]`` of drafts that were accepted: of ordinary requests, in full, and composed."""
+    found = [
+        [watched_together(engine, *map(kind, batch))[1].rate for kind in (Ask.plain, by_full, replace)]
+        for batch in batches
+    ]
+    return tuple(np.array(found).T)
 
 
 def save_dense(save: Callable[..., Any], folder: Path) -> None:
@@ -97,7 +62,7 @@ METHODS = {
     "EAGLE": Method(
         partial(save_dense, save_with_head), lambda folder: by_head(folder / "draft"), ARGS | WHOLE
     ),
-    "MTP, Qwen3.5": Method(save_own, lambda folder: MTP, IN_BFLOAT16 | WHOLE, prompts=400),
+    "MTP, Qwen3.5": Method(save_own, lambda folder: MTP, MTP_ARGS | WHOLE, prompts=400),
     "draft model, Falcon-H1": Method(save_mamba2, lambda folder: by_model(folder / "draft"), ARGS),
     "EAGLE, Falcon-H1": Method(save_mamba2, lambda folder: by_head(folder / "head"), ARGS | WHOLE),
 }
@@ -122,11 +87,13 @@ def test_as_many_drafts_are_accepted(
     for temperature in (0.0, 0.8):
         for exact in (True, False):
             rates = measured(engine, prompts(of.prompts, exact, temperature, method == "n-grams"))
-            apart, error = rates.apart()
-            shares = [100 * r.mean() for r in (rates.ordinary, rates.full, rates.composed)]
+            ordinary, full, composed = rates
+            # How much larger the composed share is, and the standard error of that.
+            differences = composed - ordinary
+            apart, error = differences.mean(), differences.std(ddof=1) / len(differences) ** 0.5
             cells = [method, f"{temperature}", "leading" if exact else "three"]
-            cells += [f"{share:.1f}" for share in shares]
+            cells += [f"{100 * share.mean():.1f}" for share in rates]
             print("|", " | ".join([*cells, f"{100 * apart:+.2f} +- {100 * error:.2f}"]), "|", flush=True)
-            if abs(apart) > CLOSE + error or abs((rates.full - rates.ordinary).mean()) > CLOSE:
+            if abs(apart) > CLOSE + error or abs((full - ordinary).mean()) > CLOSE:
                 failed.append(cells)
     assert not failed

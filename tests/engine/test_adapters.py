@@ -6,7 +6,6 @@ K and V of a model of one attention layer depend on a token alone, so composing 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -16,9 +15,10 @@ import pytest
 from oracle import random_segments
 
 from . import tiny_models
-from .conftest import EngineFactory, lent
-from .engines import Answer, Ask, Engine, answer_of, prompt, run_apart, same, sampling_params, scheduler_of
+from .conftest import EngineFactory
+from .engines import Answer, Ask, Engine, answer_of, begin, outputs_of, prompt, same, scheduler_of
 from .test_kv_events import EVENTS, LAST, published
+from .test_store import on_disk, stored
 
 LEAD, ONE, TWO, QUERY = random_segments([40, 150, 400, 21], vocab=480, seed=7)
 ASK = Ask(prompt(ONE, TWO, lead=LEAD, query=QUERY))
@@ -53,17 +53,7 @@ def remove(llm: Any, adapter: Adapter) -> None:
 
 def answers(llm: Any, adapter: Adapter, *asks: Ask) -> list[Answer]:
     """The answers of the model with an adapter, one by one."""
-    return [
-        answer_of(
-            llm.generate(
-                [{"prompt_token_ids": list(ask.tokens)}],
-                sampling_params(ask),
-                lora_request=adapter.request(),
-                use_tqdm=False,
-            )[0]
-        )
-        for ask in asks
-    ]
+    return [answer_of(outputs_of(llm, ask, lora_request=adapter.request())[0]) for ask in asks]
 
 
 @dataclass(frozen=True)
@@ -77,13 +67,6 @@ class Files:
         for file in (self.kinds / kind).iterdir():
             self.path.mkdir(exist_ok=True)
             shutil.copyfile(file, self.path / file.name)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    path = tmp_path_factory.mktemp("adapted")
-    run_apart(tiny_models.save, path, "Qwen3", {"num_hidden_layers": 1}, log=engine_logs / "models.log")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -102,10 +85,12 @@ def files(kinds: Path, tmp_path: Path) -> Files:
 
 
 @pytest.fixture(scope="module")
-def expected(module_engine: EngineFactory, model: Path, kinds: Path) -> dict[str, tuple[Answer, Answer]]:
+def expected(
+    module_engine: EngineFactory, one_layer_model: Path, kinds: Path
+) -> dict[str, tuple[Answer, Answer]]:
     """Cold answers of an engine that knows each adapter under a path of its own: composed, and ordinary."""
     found = {}
-    with module_engine(model, **ARGS) as engine:
+    with module_engine(one_layer_model, **ARGS) as engine:
         for kind in (OLD, NEW):
             adapter = Adapter(str(kinds / kind), name=kind)
             composed, plain = engine.call(answers, adapter, ASK, ASK.plain())
@@ -115,25 +100,16 @@ def expected(module_engine: EngineFactory, model: Path, kinds: Path) -> dict[str
     return found
 
 
-def disk(path: Path) -> dict[str, Any]:
-    return {"store": {"tiers": [{"type": "disk", "path": str(path), "bytes": 64 << 20}]}}
-
-
 @pytest.fixture(scope="module", params=["pool", "disk"])
 def _engine(
     request: pytest.FixtureRequest,
     module_engine: EngineFactory,
-    model: Path,
+    one_layer_model: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Engine:
-    options = disk(tmp_path_factory.mktemp("records")) if request.param == "disk" else {}
-    return module_engine(model, options=options, **ARGS)
-
-
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
     """An engine without tiers, and one with a disk tier."""
-    yield from lent(_engine)
+    options = stored(on_disk(tmp_path_factory.mktemp("records"))) if request.param == "disk" else {}
+    return module_engine(one_layer_model, options=options, **ARGS)
 
 
 @pytest.fixture
@@ -150,6 +126,15 @@ def check(expected: dict[str, tuple[Answer, Answer]]) -> Any:
         return cold
 
     return asked
+
+
+@pytest.fixture
+def loaded(engine: Engine, files: Files, check: Any) -> Adapter:
+    """An adapter that has been loaded and asked."""
+    adapter = Adapter(str(files.path))
+    engine.call(load, adapter)
+    check(engine, adapter, OLD)
+    return adapter
 
 
 WAYS = ["in-place", "in-place-by-requests", "another-id", "removed", "by-requests-alone"]
@@ -182,24 +167,23 @@ def test_weights_that_are_loaded_again(engine: Engine, files: Files, check: Any,
 
 
 def test_weights_that_changed_between_two_starts(
-    start_engine: EngineFactory, model: Path, tmp_path: Path, files: Files, check: Any
+    start_engine: EngineFactory, one_layer_model: Path, tmp_path: Path, files: Files, check: Any
 ) -> None:
     """Records on disk are found again by what the adapter's files hold, not where it stands."""
-    options, adapter = disk(tmp_path / "records"), Adapter(str(files.path))
+    options, adapter = stored(on_disk(tmp_path / "records")), Adapter(str(files.path))
     for kind, cached in ((OLD, False), (NEW, False), (OLD, True)):
         files.put(kind)
-        with start_engine(model, options=options, **ARGS) as engine:
+        with start_engine(one_layer_model, options=options, **ARGS) as engine:
             assert (check(engine, adapter, kind).cached > 500) == cached
     moved = Adapter(str(files.kinds / OLD), name="moved")
-    with start_engine(model, options=options, **ARGS) as engine:
+    with start_engine(one_layer_model, options=options, **ARGS) as engine:
         assert check(engine, moved, OLD).cached > 500
 
 
 def change_amid(llm: Any, adapter: Adapter, files: Files, kind: str, loads: bool) -> None:
     """Put other weights in place while a request's segment is half computed."""
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    entry = {"prompt_token_ids": list(ASK.tokens)}
-    engine.add_request("amid", entry, sampling_params(ASK), lora_request=adapter.request())
+    begin(llm, "amid", ASK, lora_request=adapter.request())
     while not any(
         0 < r.num_computed_tokens < r.num_prompt_tokens and scheduler.hypic.is_internal(r.request_id)
         for r in scheduler.running
@@ -227,12 +211,12 @@ def test_a_request_that_is_under_way_leaves_nothing_to_others(
         assert check(engine, adapter, kind).cached == 0
 
 
-def test_files_that_changed_under_a_loaded_adapter(engine: Engine, files: Files, check: Any) -> None:
+def test_files_that_changed_under_a_loaded_adapter(
+    engine: Engine, files: Files, check: Any, loaded: Adapter
+) -> None:
     """vLLM goes on with the weights that it has, until it gives the adapter's place to another and loads the
     files again, without a word: none of its records are shared."""
-    adapter, other = Adapter(str(files.path)), Adapter(str(files.kinds / NEW), name="other")
-    engine.call(load, adapter)
-    check(engine, adapter, OLD)
+    adapter, other = loaded, Adapter(str(files.kinds / NEW), name="other")
     files.put(NEW)
     check(engine, adapter, OLD, reuses=False)
     check(engine, other, NEW)
@@ -253,25 +237,21 @@ def failed(llm: Any, adapter: Adapter) -> str:
     return ""
 
 
-def test_loading_that_fails(engine: Engine, files: Files, check: Any) -> None:
+def test_loading_that_fails(engine: Engine, files: Files, check: Any, loaded: Adapter) -> None:
     """vLLM has the former weights still."""
-    adapter = Adapter(str(files.path))
-    engine.call(load, adapter)
-    check(engine, adapter, OLD)
     (files.path / "adapter_model.safetensors").write_bytes(b"nothing")
-    assert engine.call(failed, replace(adapter, in_place=True))
-    check(engine, adapter, OLD, reuses=False)
+    assert engine.call(failed, replace(loaded, in_place=True))
+    check(engine, loaded, OLD, reuses=False)
     files.put(NEW)
-    engine.call(load, replace(adapter, in_place=True))
-    check(engine, adapter, NEW)
+    engine.call(load, replace(loaded, in_place=True))
+    check(engine, loaded, NEW)
 
 
-def test_files_that_are_gone_change_nothing(engine: Engine, files: Files, check: Any) -> None:
-    adapter = Adapter(str(files.path))
-    engine.call(load, adapter)
-    check(engine, adapter, OLD)
+def test_files_that_are_gone_change_nothing(
+    engine: Engine, files: Files, check: Any, loaded: Adapter
+) -> None:
     shutil.rmtree(files.path)
-    assert check(engine, adapter, OLD).cached > 500
+    assert check(engine, loaded, OLD).cached > 500
 
 
 def test_files_that_cannot_be_read(engine: Engine, files: Files, check: Any) -> None:
@@ -286,10 +266,10 @@ def test_files_that_cannot_be_read(engine: Engine, files: Files, check: Any) -> 
 
 
 def test_no_event_names_blocks_of_weights_that_replaced_others(
-    start_engine: EngineFactory, model: Path, files: Files
+    start_engine: EngineFactory, one_layer_model: Path, files: Files
 ) -> None:
     """The salt of these blocks holds a secret of the engine."""
-    with start_engine(model, **ARGS | EVENTS) as engine:
+    with start_engine(one_layer_model, **ARGS | EVENTS) as engine:
         adapter = Adapter(str(files.path))
         engine.call(answers, adapter, ASK.plain())
         files.put(NEW)

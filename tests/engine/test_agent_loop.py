@@ -29,11 +29,8 @@ TEMPLATE = (
 
 
 def tool(i: int) -> dict[str, Any]:
-    function = {
-        "name": f"tool{i}",
-        "description": document(("loop", i))[:150],
-        "parameters": {"type": "object"},
-    }
+    text = document(("loop", i))[:150]
+    function = {"name": f"tool{i}", "description": text, "parameters": {"type": "object"}}
     return {"type": "function", "function": function}
 
 
@@ -45,11 +42,8 @@ def steps() -> list[list[dict[str, Any]]]:
     said: list[dict[str, Any]] = [{"role": "user", "content": f"Why? {document('asked')[:200]}"}]
     found = [list(said)]
     for i in range(STEPS - 1):
-        call = {
-            "id": str(i),
-            "type": "function",
-            "function": {"name": f"tool{i}", "arguments": json.dumps({"where": document(i)[:20]})},
-        }
+        function = {"name": f"tool{i}", "arguments": json.dumps({"where": document(i)[:20]})}
+        call = {"id": str(i), "type": "function", "function": function}
         said.append({"role": "assistant", "content": "", "tool_calls": [call]})
         said.append({"role": "tool", "tool_call_id": str(i), "content": document(("result", i))[:300]})
         found.append(list(said))

@@ -1,16 +1,21 @@
-"""What follows a prompt's prefix is captured while it is generated: the next turn goes on behind it."""
+"""What follows a prompt's prefix is captured while it is generated: the next turn goes on behind it.  Where
+drafts are looked up no state of a draft is in it, wherever pages end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, random_segments
+from oracle import Oracle, random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
 
-from .conftest import EngineFactory, lent, tight_args, tight_options
-from .engines import Answer, Ask, Engine, audit, pool_unit_bytes, scheduler_of
+from .conftest import EngineFactory, Saver, lent, tight_args, tight_options
+from .engines import LAST_WORD, Answer, Ask, Engine, audit, pool_unit_bytes, scheduler_of
+from .engines import distance as apart
+from .test_drafts import ARGS, NGRAMS, WORDS, watched
+from .test_drafts_of_hybrids import LAYERS
 from .test_oracle_agreement import NOISE_FACTOR, Distance, distance, first_token
 from .test_prefix_passes import FULL, OPTIONS, PAGE, begun, passes
 from .test_store import MEMORY, empty_pool, stored
@@ -21,16 +26,6 @@ KNOWN = {"allowed_token_ids": list(range(480))}
 """No primitives, which would make the next turn another kind of prompt."""
 BEHIND = (len(SYSTEM) + len(QUESTION) + GENERATED - 1) // PAGE * PAGE
 """Where the last whole page ends of what is computed: all but the last token."""
-
-
-@pytest.fixture(scope="module", params=["hybrid", "attention"])
-def model(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(f"{request.param}_model")
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
@@ -141,19 +136,10 @@ def test_a_wrong_name_shows(engine: Engine, oracle: Oracle, fault: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def _tight(module_engine: EngineFactory, hybrid_model: Path) -> Iterator[Engine]:
+def _tight(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
     """A pool of a few records, and few blocks."""
-    with module_engine(hybrid_model) as engine:
-        units = engine.call(pool_unit_bytes)
-    with module_engine(
-        hybrid_model, options=tight_options(units, slots=5, pages=40) | OPTIONS, **tight_args()
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture
-def tight(_tight: Engine) -> Iterator[Engine]:
-    yield from lent(_tight)
+    options = tight_options(_hypic.call(pool_unit_bytes), slots=5, pages=40) | OPTIONS
+    return module_engine(hybrid_model, options=options, **tight_args())
 
 
 def test_no_room(tight: Engine) -> None:
@@ -178,3 +164,91 @@ def test_answers_go_to_tiers(start_engine: EngineFactory, hybrid_model: Path) ->
         engine.call(empty_pool)
         assert turn(engine, grown, 1).cached == BEHIND
         assert engine.call(audit).clean
+
+
+LONGER = 90
+FEW = {"allowed_token_ids": [*SYSTEM[: WORDS // 2], *range(LAST_WORD - WORDS // 2, LAST_WORD)]}
+"""Answers repeat themselves and the prompt."""
+ROUNDING = 0.002
+"""Of logprobs in float32."""
+HYBRIDS: dict[str, Callable[..., Any]] = {
+    "Olmo": partial(save_olmo_model, layer_types=LAYERS),
+    "NemotronH": partial(save_mamba2_model, name="NemotronH"),
+    "Lfm2": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
+}
+
+
+@pytest.fixture(
+    scope="module", params=["Olmo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("NemotronH", "Lfm2"))]
+)
+def _drafting(request: pytest.FixtureRequest, module_engine: EngineFactory, saved: Saver) -> Engine:
+    args = ARGS | {"num_gpu_blocks_override": 80}
+    path = saved(HYBRIDS[request.param])
+    return module_engine(path, options=OPTIONS, speculative_config=NGRAMS, **args)
+
+
+@pytest.fixture
+def drafting(_drafting: Engine) -> Iterator[Engine]:
+    yield from lent(_drafting)
+
+
+def both(prompt: tuple[int, ...], tokens: int = LONGER) -> tuple[Ask, Ask]:
+    """The prompt with link ``full``, and as it is."""
+    return Ask(prompt, tokens, FULL, sampling=FEW), Ask(prompt, tokens, sampling=FEW)
+
+
+def behind(prompt: tuple[int, ...]) -> int:
+    """Where the last whole page ends of what is computed of the prompt and its answer."""
+    return (len(prompt) + LONGER - 1) // PAGE * PAGE
+
+
+def test_the_next_turn_goes_on_behind_an_answer_with_drafts(drafting: Engine) -> None:
+    prompt, cached, accepted = begun(SYSTEM, QUESTION), 0, 0
+    for _ in range(3):
+        (full, _), (found, drafted) = (watched(drafting, one) for one in both(prompt))
+        assert found.tokens == full.tokens and found.cached == cached
+        assert apart(found, full) <= ROUNDING
+        accepted += drafted.accepted
+        prompt, cached = begun(prompt, found.tokens, MORE), behind(prompt)
+    assert accepted > LONGER / 2
+
+
+def test_answers_with_drafts_side_by_side(drafting: Engine) -> None:
+    """Some have drafts while others end a page."""
+    prompts = [begun(SYSTEM[: 150 + 3 * i], QUESTION) for i in range(4)]
+    in_full, asked = zip(*map(both, prompts), strict=True)
+    full, found = drafting.ask_one_by_one(*in_full), drafting.ask(*asked)
+    assert [a.tokens for a in found] == [a.tokens for a in full]
+    turns = [begun(p, answer.tokens, MORE) for p, answer in zip(prompts, found, strict=True)]
+    for turn, prompt in zip(turns, prompts, strict=True):
+        full, found = drafting.ask_one_by_one(*both(turn, 8))
+        assert found.cached == behind(prompt)
+        assert found.tokens == full.tokens and apart(found, full) <= ROUNDING
+
+
+def crossing(llm: Any) -> None:
+    """Plant a fault: passes with drafts end where they like, and what they leave is kept."""
+    answers = scheduler_of(llm).hypic.answers
+    scheduled = answers.scheduled
+    answers.pass_end = lambda request_id, begin, end: end
+    answers.scheduled = lambda passes, drafts: scheduled(passes)
+
+
+def test_a_state_of_a_draft_shows(drafting: Engine) -> None:
+    drafting.call(crossing)
+    try:
+        far = 0.0
+        for length in range(150, 150 + PAGE, 3):
+            prompt = begun(SYSTEM[:length], QUESTION)
+            found, _ = watched(drafting, Ask(prompt, LONGER, sampling=FEW))
+            turn = begun(prompt, found.tokens, MORE)
+            full, second = drafting.ask_one_by_one(*both(turn, 8))
+            far = max(far, apart(second, full), float(second.cached < behind(prompt)))
+        assert far > ROUNDING
+    finally:
+        drafting.call(mended)
+
+
+def mended(llm: Any) -> None:
+    answers = scheduler_of(llm).hypic.answers
+    del answers.pass_end, answers.scheduled

@@ -1,4 +1,6 @@
-"""Records with checkpoints: segments that grew or were edited, in real engines against the oracle."""
+"""Records with checkpoints, in real engines against the oracle: segments that grew or were edited; and, in a
+pool that holds a few of the records, forks, clients that leave, tenants, new weights.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,18 @@ from typing import Any
 import pytest
 from oracle import Oracle, random_segments
 
-from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, audit, metrics, prompt, same
-from .test_concurrency import MAX_FLOOR
-from .test_oracle_agreement import NOISE_FACTOR, Distance, distance, first_token
+from .conftest import EngineFactory, tight_args, tight_options
+from .engines import Answer, Ask, Engine, audit, metrics, pool_unit_bytes, prompt, same
+from .engines import distance as apart
+from .test_concurrency import MAX_FLOOR, storm
+from .test_concurrency import NOISE_FACTOR as BATCHING_FACTOR
+from .test_contexts_and_islands import CONTEXT
+from .test_oracle_agreement import NOISE_FACTOR, Distance, composed_by, distance, expected_by, first_token
+from .test_resets import change_weights
 
 EVERY, TOKENS = 64, 300
 OPTIONS = {"checkpoint_tokens": EVERY, "page_tokens": 32, "context": "none", "islands": "none"}
 RESUMED = "vllm:hypic_tokens_resumed"
-
-
-@pytest.fixture(scope="module", params=["hybrid", "attention"])
-def model(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(f"{request.param}_model")
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +98,9 @@ def test_agrees(engine: Engine, oracle: Oracle, noise: Distance, method: str) ->
     extra, options = METHODS[method]
     engine.reset()
     lead, document, other, query = documents(5)
-    ours, theirs = [], []
-    for head, segments in ((lead, [document, document + other]), ([], [document + other, lead])):
-        ours.append(first_token(engine, prompt(*segments, lead=head, query=query), extra))
-        theirs.append(oracle.next_token_logprobs(head, segments, query, **options))
-    found = distance(ours, theirs)
+    longer = document + other
+    prompts = [(lead, [document, longer], query), ([], [longer, lead], query)]
+    found = distance(composed_by(engine, prompts, extra), expected_by(oracle, prompts, **options))
     assert found.largest <= NOISE_FACTOR * noise.largest + MAX_FLOOR, f"{found}; ordinary requests: {noise}"
 
 
@@ -117,14 +111,104 @@ def test_a_hundredth_more_of_16k_tokens(start_engine: EngineFactory, model: Path
     arguments = {"max_model_len": 20_000, "disable_log_stats": False, "max_logprobs": -1}
     with start_engine(model, options=options, **arguments) as engine:
         document, other, query = random_segments([16_000, 160, 12], vocab=480, seed=23)
-        changed = {
-            "appended": (document + other, 0.95),
-            "edited": (document[:9000] + other[:5] + document[9005:], (9000 - 16_000 / 8 - 512) / 16_000),
-        }
-        for changed_document, least in changed.values():
-            new = Ask(prompt(changed_document, query=query), 4, sampling={"logprobs": -1})
+        edited = document[:9000] + other[:5] + document[9005:]
+        for changed, least in ((document + other, 0.95), (edited, (9000 - 16_000 / 8 - 512) / 16_000)):
+            new = ask([], changed, query=query)
             wanted = fresh(engine, new)
             fresh(engine, Ask(prompt(document, query=query), 1))
             before = resumed(engine)
             assert same(engine.ask(new)[0], wanted)
-            assert (resumed(engine) - before) / len(changed_document) >= least
+            assert (resumed(engine) - before) / len(changed) >= least
+
+
+FORKS = 40
+LEAD, COMMON, QUERY = random_segments([40, 200, 12], vocab=480, seed=21)
+ENDS = random_segments([40] * FORKS, vocab=480, seed=22)
+
+
+@pytest.fixture(scope="module")
+def _tight(
+    module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Engine:
+    file = tmp_path_factory.mktemp("context") / "context.txt"
+    file.write_text(" ".join(f"w{token}" for token in CONTEXT))
+    # Places for states of seven, and pages of four.
+    options = tight_options(_hypic.call(pool_unit_bytes), slots=7, pages=40)
+    options |= {"checkpoint_tokens": EVERY, "context_file": str(file)}
+    return module_engine(hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96})
+
+
+def fork(number: int, *, salt: str | None = None, extra: dict[str, Any] | None = None) -> Ask:
+    tokens = prompt(COMMON + ENDS[number], lead=LEAD, query=QUERY)
+    return Ask(tokens, max_tokens=4, salt=salt, extra=extra or {})
+
+
+def test_many_forks_in_a_pool_of_few(tight: Engine) -> None:
+    before = tight.call(metrics)
+    answers = tight.ask(*(fork(i) for i in range(FORKS)))
+    after = tight.call(metrics)
+    assert after[RESUMED] - before.get(RESUMED, 0.0) > 0
+    assert after["vllm:hypic_evictions"] > before["vllm:hypic_evictions"]
+    found, noise = 0.0, 0.0
+    together = tight.ask(*(fork(i).plain() for i in range(FORKS)))
+    for i in range(0, FORKS, 8):
+        tight.reset()
+        alone, plain = tight.ask_one_by_one(fork(i), fork(i).plain())
+        found, noise = max(found, apart(answers[i], alone)), max(noise, apart(together[i], plain))
+    assert found <= BATCHING_FACTOR * noise + MAX_FLOOR
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "lead": {"hypic_context": "lead"},
+    "text": {"hypic_context": "text"},
+    "islands": {"hypic_islands": "query-20"},
+    "text and islands": {"hypic_context": "text", "hypic_islands": "query-20", "hypic_seam_tokens": 0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_is_fresh(tight: Engine, case: str) -> None:
+    """Where chunks cut stretches."""
+    (wanted,) = tight.ask(fork(1, extra=CASES[case]))
+    tight.reset()
+    tight.ask(fork(0, extra=CASES[case]))
+    before = resumed(tight)
+    (found,) = tight.ask(fork(1, extra=CASES[case]))
+    assert resumed(tight) - before == 192, "behind a head of 8 or none, of 200 tokens"
+    assert same(found, wanted)
+
+
+def test_tenants_share_nothing(tight: Engine) -> None:
+    tight.ask(fork(0, salt="a"))
+    before = resumed(tight)
+    tight.ask(fork(1, salt="b"))
+    assert resumed(tight) == before
+    tight.ask(fork(2, salt="b"))
+    assert resumed(tight) == before + 192
+
+
+def test_new_weights_resume_nothing_of_the_old(tight: Engine) -> None:
+    tight.ask(fork(0))
+    before = resumed(tight)
+    tight.call(change_weights, 0.5)
+    try:
+        (found,) = tight.ask(fork(1))
+        assert resumed(tight) == before
+        tight.reset()
+        assert same(tight.ask(fork(1))[0], found)
+    finally:
+        tight.call(change_weights, 2.0)
+
+
+@pytest.mark.slow
+def test_clients_that_leave_leave_nothing(tight: Engine) -> None:
+    forks = [fork(i) for i in range(FORKS)]
+    (wanted,) = tight.ask(forks[1])
+    tight.reset()
+    for seed in range(2):
+        counts = tight.call(storm, forks, seed)
+        assert counts["segment prefill"] and counts["finished"], counts
+        assert tight.call(audit).clean
+    tight.reset()
+    assert same(tight.ask(forks[1])[0], wanted)

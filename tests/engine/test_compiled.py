@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,12 @@ import pytest
 from oracle import Oracle, random_segments
 
 from .conftest import EngineFactory
-from .engines import Ask, Engine, generate, prompt, worker_of
-from .test_oracle_agreement import distance, first_token
+from .engines import Ask, Engine, all_same, generate, prompt, same, worker_of
+from .test_oracle_agreement import composed_by, distance, expected_by, first_token
 
 LEAD, A, B, C, QUERY = random_segments([50, 140, 310, 77, 19], vocab=480, seed=11)
+COMPOSED = prompt(A, B, C, lead=LEAD, query=QUERY)
+WHOLE = [*LEAD, *A, *B, *C, *QUERY]
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +29,20 @@ def compiled(new_engine: EngineFactory, model: Path, cache: Path, *, hypic: bool
 
 
 @pytest.fixture(scope="module")
-def stock_compiled(module_engine: EngineFactory, hybrid_model: Path, cache: Path) -> Iterator[Engine]:
-    with compiled(module_engine, hybrid_model, cache, hypic=False) as engine:
-        yield engine
+def stock_compiled(module_engine: EngineFactory, hybrid_model: Path, cache: Path) -> Engine:
+    return compiled(module_engine, hybrid_model, cache, hypic=False)
 
 
 @pytest.fixture(scope="module")
 def hypic_compiled(
     stock_compiled: Engine, module_engine: EngineFactory, hybrid_model: Path, cache: Path
-) -> Iterator[Engine]:
-    with compiled(module_engine, hybrid_model, cache, hypic=True) as engine:
-        yield engine
+) -> Engine:
+    return compiled(module_engine, hybrid_model, cache, hypic=True)
 
 
 @pytest.fixture(scope="module")
-def eager(module_engine: EngineFactory, hybrid_model: Path) -> Iterator[Engine]:
-    with module_engine(hybrid_model, max_logprobs=-1) as engine:
-        yield engine
+def eager(module_engine: EngineFactory, hybrid_model: Path) -> Engine:
+    return module_engine(hybrid_model, max_logprobs=-1)
 
 
 def mode_and_calls(llm: object) -> tuple[str, dict[str, int]]:
@@ -56,9 +54,7 @@ def test_plain_requests_are_stock_bit_for_bit(hypic_compiled: Engine, stock_comp
     plain = [Ask(tuple([*LEAD, *A, *QUERY]), 12), Ask(tuple([*B, *QUERY]), 12), Ask(tuple(C), 12)]
     mode, before = hypic_compiled.call(mode_and_calls)
     assert mode != "NONE"
-    ours, theirs = hypic_compiled.ask(*plain), stock_compiled.ask(*plain)
-    assert [a.samples for a in ours] == [a.samples for a in theirs]
-    assert [a.logprobs for a in ours] == [a.logprobs for a in theirs]
+    assert all_same(hypic_compiled.ask(*plain), stock_compiled.ask(*plain))
     assert hypic_compiled.call(mode_and_calls)[1] == before
 
 
@@ -88,7 +84,7 @@ def eager_ropes(llm: Any, ask: Ask) -> tuple[int, int]:
 def test_segments_are_captured_in_the_compiled_graph(hypic_compiled: Engine, eager: Engine) -> None:
     """A graph runs no Python of its layers; an eager pass tells whoever watches the rotary embeddings."""
     hypic_compiled.reset()
-    ask = Ask(prompt(A, B, C, lead=LEAD, query=QUERY), 1)
+    ask = Ask(COMPOSED, 1)
     told, captured = hypic_compiled.call(eager_ropes, ask)
     assert captured and told == 0
     told, captured = eager.call(eager_ropes, ask)
@@ -97,29 +93,24 @@ def test_segments_are_captured_in_the_compiled_graph(hypic_compiled: Engine, eag
 
 def test_agrees_with_the_eager_engine(hypic_compiled: Engine, eager: Engine) -> None:
     """Composed answers differ no more between the two engines than ordinary ones do."""
-    whole = [*LEAD, *A, *B, *C, *QUERY]
     for engine in (hypic_compiled, eager):
         engine.reset()
     plain, composed = (
         distance([first_token(hypic_compiled, tokens)], [first_token(eager, tokens)])
-        for tokens in (whole, prompt(A, B, C, lead=LEAD, query=QUERY))
+        for tokens in (WHOLE, COMPOSED)
     )
     assert composed.largest <= 2 * plain.largest, f"{composed}; ordinary requests: {plain}"
 
 
 def test_cold_and_warm_are_bit_identical(hypic_compiled: Engine) -> None:
     hypic_compiled.reset()
-    ask = Ask(prompt(A, B, C, lead=LEAD, query=QUERY), 12)
+    ask = Ask(COMPOSED, 12)
     cold, warm = hypic_compiled.ask_one_by_one(ask, ask)
-    assert warm.cached > cold.cached == 0
-    assert cold.samples == warm.samples
-    assert cold.logprobs == warm.logprobs
+    assert warm.cached > cold.cached == 0 and same(cold, warm)
 
 
 def test_agrees_with_the_oracle(hypic_compiled: Engine, hybrid_model: Path) -> None:
-    oracle = Oracle(hybrid_model)
-    whole = [*LEAD, *A, *B, *C, *QUERY]
-    noise = distance([first_token(hypic_compiled, whole)], [oracle.full_logprobs(whole)])
-    composed = first_token(hypic_compiled, prompt(A, B, C, lead=LEAD, query=QUERY))
-    found = distance([composed], [oracle.next_token_logprobs(LEAD, [A, B, C], QUERY)])
+    oracle, parts = Oracle(hybrid_model), [(LEAD, [A, B, C], QUERY)]
+    noise = distance([first_token(hypic_compiled, WHOLE)], [oracle.full_logprobs(WHOLE)])
+    found = distance(composed_by(hypic_compiled, parts), expected_by(oracle, parts))
     assert found.largest <= 2 * noise.largest, f"{found}; ordinary requests: {noise}"

@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 from oracle import random_segments
 
-from .conftest import EngineFactory, lent
+from .conftest import EngineFactory, Saver, lent
 from .engines import (
     LAST_WORD,
-    PAD,
-    PDEP,
     SEP,
     Answer,
     Ask,
     Engine,
+    answer_of,
+    begin,
     metrics,
     prompt,
-    run_apart,
     same,
     scheduler_of,
 )
@@ -65,6 +64,10 @@ class Drafted:
     steps: int
     tokens: int
     accepted: int
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tokens
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +123,52 @@ def counts(llm: Any) -> tuple[int, int, int]:
     return tuple(int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names)  # type: ignore[return-value]
 
 
+def watched_together(engine: Engine, *asks: Ask) -> tuple[list[Answer], Drafted]:
+    """Answers of requests that run together, and what was drafted of them."""
+    before = engine.call(counts)
+    answers = engine.ask(*asks)
+    return answers, Drafted(*(b - a for a, b in zip(before, engine.call(counts), strict=True)))
+
+
 def watched(engine: Engine, ask: Ask) -> tuple[Answer, Drafted]:
     """An answer, and what was drafted of it."""
-    before = engine.call(counts)
-    [answer] = engine.ask(ask)
-    return answer, Drafted(*(b - a for a, b in zip(before, engine.call(counts), strict=True)))
+    [answer], drafted = watched_together(engine, ask)
+    return answer, drafted
+
+
+Watched = tuple[Answer, Drafted]
+
+
+def equal(one: Watched, other: Watched) -> bool:
+    """Whether answers and drafts are the same, bit for bit."""
+    return same(one[0], other[0]) and one[1] == other[1]
+
+
+def cold_as_warm(drafting: Engine, ask: Ask) -> Watched:
+    """A cold answer and its drafts; the warm ones are equal."""
+    cold, warm = watched(drafting, ask), watched(drafting, ask)
+    assert equal(cold, warm) and warm[0].cached > cold[0].cached
+    return cold
+
+
+def plain_as_full(drafting: Engine, ask: Ask) -> Watched:
+    """The answer to the prompt without separators, and its drafts; those of link ``full`` are equal."""
+    plain, full = watched(drafting, ask.plain()), watched(drafting, by_full(ask))
+    assert equal(plain, full)
+    return plain
+
+
+def preemptions(llm: Any) -> float:
+    return metrics(llm)["vllm:num_preemptions"]
+
+
+def check_crowd(drafting: Engine, crowd: Sequence[Ask], expected: Sequence[Answer]) -> Drafted:
+    """Requests that run together preempt each other, and have the expected answers; returns their drafts."""
+    before = drafting.call(preemptions)
+    answers, drafted = watched_together(drafting, *crowd)
+    assert [a.samples for a in answers] == [a.samples for a in expected]
+    assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
+    return drafted
 
 
 Proposer = Callable[[Sequence[int]], Sequence[int]]
@@ -173,23 +217,14 @@ def looked_up(known: Sequence[int], answer: Sequence[int], length: int, find: Pr
 def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
     for ask in asks():
         [expected] = plain.ask(ask)
-        answer, drafted = watched(drafting, ask)
+        answer, drafted = cold_as_warm(drafting, ask)
         assert answer.tokens == expected.tokens
         assert drafted.accepted > 0, "no draft was right: nothing is shown"
 
 
-def test_cold_and_warm_are_bit_identical(drafting: Engine) -> None:
-    for ask in asks():
-        cold, warm = watched(drafting, ask), watched(drafting, ask)
-        assert same(cold[0], warm[0]) and cold[1] == warm[1]
-        assert warm[0].cached > cold[0].cached
-
-
 def test_plain_requests_and_link_full_are_stock(drafting: Engine, stock: Engine) -> None:
     for ask in asks():
-        expected = watched(stock, ask.plain())
-        for answer in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
-            assert same(answer[0], expected[0]) and answer[1] == expected[1]
+        assert equal(plain_as_full(drafting, ask), watched(stock, ask.plain()))
 
 
 def test_drafts_are_looked_up_in_the_whole_prompt(drafting: Engine, plain: Engine) -> None:
@@ -197,24 +232,15 @@ def test_drafts_are_looked_up_in_the_whole_prompt(drafting: Engine, plain: Engin
         [longer] = plain.ask(replace(ask, max_tokens=ANSWER + DRAFTS))
         answer, drafted = watched(drafting, ask)
         assert answer.tokens == longer.tokens[:ANSWER]
-        whole = [t for t in ask.tokens if t not in (SEP, PDEP, PAD)]
-        assert drafted == looked_up(whole, longer.tokens, ANSWER)
+        assert drafted == looked_up(ask.plain().tokens, longer.tokens, ANSWER)
         # What its stream has, at least: all that follows the last separator.
         query = ask.tokens[len(ask.tokens) - ask.tokens[::-1].index(SEP) :]
         assert drafted != looked_up(query, longer.tokens, ANSWER)
 
 
-def preemptions(llm: Any) -> float:
-    return metrics(llm)["vllm:num_preemptions"]
-
-
 def test_requests_side_by_side_are_preempted_and_end_alike(drafting: Engine, plain: Engine) -> None:
     side_by_side = [*asks(1, 160), *(ask.plain() for ask in asks(2, 160))]
-    expected = plain.ask_one_by_one(*side_by_side)
-    before = drafting.call(preemptions)
-    answers = drafting.ask(*side_by_side)
-    assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
-    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    check_crowd(drafting, side_by_side, plain.ask_one_by_one(*side_by_side))
 
 
 def longest_row(llm: Any) -> None:
@@ -278,7 +304,6 @@ def test_samples_are_those_without_drafts(drafting: Engine, plain: Engine) -> No
 
 def test_segment_requests_have_no_drafts(drafting: Engine) -> None:
     """One of a single token, beside a request that runs, is what vLLM pads with drafts."""
-
     [ask, *_] = asks()
     long, short = replace(ask, max_tokens=200), Ask(prompt([7], [9], query=ask.tokens[-5:]), 8)
     expected = drafting.ask_one_by_one(long, short)
@@ -288,18 +313,16 @@ def test_segment_requests_have_no_drafts(drafting: Engine) -> None:
 
 def ask_later(llm: Any, first: Ask, second: Ask) -> list[Answer]:
     """The second request comes when the first decodes."""
-    from .engines import answer_of, sampling_params
-
     outputs: dict[str, Any] = {}
 
     def step() -> None:
         for output in llm.llm_engine.step():
             outputs[output.request_id] = output
 
-    llm.llm_engine.add_request("first", {"prompt_token_ids": list(first.tokens)}, sampling_params(first))
+    begin(llm, "first", first)
     while "first" not in outputs:
         step()
-    llm.llm_engine.add_request("second", {"prompt_token_ids": list(second.tokens)}, sampling_params(second))
+    begin(llm, "second", second)
     while scheduler_of(llm).get_num_unfinished_requests():
         step()
     return [answer_of(outputs["first"]), answer_of(outputs["second"])]
@@ -317,14 +340,12 @@ def test_suffixes_are_those_of_the_whole_prompt(start_engine: EngineFactory, att
         expected = [watched(stock, ask.plain()) for ask in asks()]
     with start_engine(attention_model, speculative_config=drafts, **ARGS) as drafting:
         for ask, longer, of_stock in zip(asks(), answers, expected, strict=True):
-            for found in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
-                assert same(found[0], of_stock[0]) and found[1] == of_stock[1]
-            cold, warm = watched(drafting, ask), watched(drafting, ask)
-            assert same(cold[0], warm[0]) and cold[1] == warm[1]
-            assert cold[0].tokens == longer.tokens[:ANSWER]
+            assert equal(plain_as_full(drafting, ask), of_stock)
+            answer, drafted = cold_as_warm(drafting, ask)
+            assert answer.tokens == longer.tokens[:ANSWER]
             whole = ask.plain().tokens
-            assert cold[1] == looked_up(whole, longer.tokens, ANSWER, suffixes_of(whole))
-            assert cold[1].accepted > 0
+            assert drafted == looked_up(whole, longer.tokens, ANSWER, suffixes_of(whole))
+            assert drafted.accepted > 0
 
 
 # -- drafts of a model
@@ -349,9 +370,8 @@ def free(seed: int = 0, max_tokens: int = ANSWER) -> list[Ask]:
 def test_a_model_that_drafts_for_itself_is_always_right(own: Engine, plain: Engine) -> None:
     for ask in free():
         expected = plain.ask_one_by_one(ask, ask.plain())
-        cold, warm = watched(own, ask), watched(own, ask)
-        assert same(cold[0], warm[0]) and cold[1] == warm[1] and warm[0].cached > cold[0].cached
-        for (answer, drafted), wanted in zip((cold, watched(own, ask.plain())), expected, strict=True):
+        found = cold_as_warm(own, ask), watched(own, ask.plain())
+        for (answer, drafted), wanted in zip(found, expected, strict=True):
             assert answer.tokens == wanted.tokens
             # The pass that decodes one token more than was drafted has it for nothing.
             assert drafted.accepted == drafted.tokens >= ANSWER * DRAFTS // (DRAFTS + 1) - DRAFTS
@@ -363,13 +383,8 @@ def crowd() -> list[Ask]:
 
 
 def test_drafts_of_a_model_side_by_side(own: Engine, plain: Engine) -> None:
-    expected = plain.ask_one_by_one(*crowd())
-    stopped, before = own.call(preemptions), own.call(counts)
-    answers = own.ask(*crowd())
-    assert [a.samples for a in answers] == [a.samples for a in expected]
-    assert own.call(preemptions) > stopped, "there was room for all: nothing is shown"
-    _, tokens, accepted = (b - a for a, b in zip(before, own.call(counts), strict=True))
-    assert accepted == tokens
+    drafted = check_crowd(own, crowd(), plain.ask_one_by_one(*crowd()))
+    assert drafted.accepted == drafted.tokens
 
 
 def test_what_drafts_reaches_the_models_length(own: Engine, plain: Engine) -> None:
@@ -389,12 +404,11 @@ def test_drafts_of_another_model(
     stock.close()
     drafting = start_engine(attention_model, speculative_config=drafts, **ARGS)
     rates = []
-    for ask, (answer, drafted) in zip(free(), expected, strict=True):
-        for found in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
-            assert same(found[0], answer) and found[1] == drafted
+    for ask, of_stock in zip(free(), expected, strict=True):
+        assert equal(plain_as_full(drafting, ask), of_stock)
         composed, of_composed = watched(drafting, ask)
         assert composed.tokens == plain.ask(ask)[0].tokens
-        rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
+        rates.append((of_composed.rate, of_stock[1].rate))
     assert abs(np.subtract(*np.transpose(rates)).mean()) < 0.15, rates
 
 
@@ -402,15 +416,14 @@ def test_drafts_of_another_model(
 @pytest.mark.parametrize(("method", "save"), [("eagle", save_with_head), ("eagle3", save_with_head3)])
 def test_drafts_of_a_head_on_hidden_states(
     start_engine: EngineFactory,
-    engine_logs: Path,
     tmp_path: Path,
     method: str,
     save: Callable[[Path, Path], None],
+    saved: Saver,
 ) -> None:
     """With seams composed requests draft what ordinary ones do, token for token: here composing is exact."""
-    model, head = tmp_path / "model", tmp_path / "head"
-    run_apart(save, model, head, log=engine_logs / "models.log")
-    drafts = by_head(head, method)
+    model = saved(save, tmp_path / "head")
+    drafts = by_head(tmp_path / "head", method)
     # At the end of a chunk vLLM has the head read the prompt's last token for its next one.
     whole = {"max_num_batched_tokens": MAX_MODEL_LEN}
     with stock_engine(start_engine, model, drafts, **whole) as stock:
@@ -422,19 +435,15 @@ def test_drafts_of_a_head_on_hidden_states(
         assert plain.ask(Ask(query, ANSWER))[0].tokens != answers[0].tokens, "answers are the query's alone"
     rates = []
     with start_engine(model, speculative_config=drafts, **(ARGS | whole)) as drafting:
-        for ask, answer, (of_stock, drafted) in zip(free(), answers, expected, strict=True):
-            for found in (watched(drafting, ask.plain()), watched(drafting, by_full(ask))):
-                assert same(found[0], of_stock) and found[1] == drafted
-            (cold, of_composed), warm = watched(drafting, ask), watched(drafting, ask)
-            assert same(cold, warm[0]) and warm[1] == of_composed and cold.tokens == answer.tokens
-            rates.append((of_composed.accepted / of_composed.tokens, drafted.accepted / drafted.tokens))
+        for ask, answer, of_stock in zip(free(), answers, expected, strict=True):
+            assert equal(plain_as_full(drafting, ask), of_stock)
+            cold, of_composed = cold_as_warm(drafting, ask)
+            assert cold.tokens == answer.tokens
+            rates.append((of_composed.rate, of_stock[1].rate))
             # Behind a record without a seam stands another token in each prompt.
-            assert of_composed == drafted or ask.extra.get("hypic_link") == "epic-0", rates
+            assert of_composed == of_stock[1] or ask.extra.get("hypic_link") == "epic-0", rates
     assert all(rate > 0.2 for of_both in rates for rate in of_both), rates
     with start_engine(model, speculative_config=drafts, **ARGS) as drafting:
         for ask, rate in zip(free(), rates, strict=True):
-            _, in_chunks = watched(drafting, ask)
-            assert in_chunks.accepted / in_chunks.tokens == rate[0]
-        before = drafting.call(preemptions)
-        assert [a.samples for a in drafting.ask(*crowd())] == [a.samples for a in together]
-        assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
+            assert watched(drafting, ask)[1].rate == rate[0]
+        check_crowd(drafting, crowd(), together)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle.models import random_segments
 
-from .conftest import EngineFactory, lent, tight_args, tight_options
-from .engines import (
-    Answer,
-    Ask,
-    Engine,
-    answer_of,
-    drain,
-    pool_unit_bytes,
-    prompt,
-    sampling_params,
-    scheduler_of,
-)
+from .conftest import EngineFactory, tight_args, tight_options
+from .engines import Answer, Ask, Engine, answer_of, begin, drain, pool_unit_bytes, prompt, scheduler_of
 
 DOCUMENTS = random_segments([200, 300, 250, 280, 220, 240, 310, 290, 260, 230], seed=41)
 (QUERY,) = random_segments([40], seed=42)
@@ -35,11 +24,6 @@ def _engine(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) ->
     options |= {"max_tenant_fraction": 0.67, "max_request_fraction": 0.34}
     args = tight_args() | {"num_gpu_blocks_override": 40}
     return module_engine(hybrid_model, options=options, scheduling_policy="priority", **args)
-
-
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    yield from lent(_engine)
 
 
 def ask(document: int, *, salt: str | None = None, max_tokens: int = GENERATED) -> Ask:
@@ -58,10 +42,7 @@ class Course:
         self.over: dict[str, int] = {}
 
     def add(self, name: str, asked: Ask, priority: int = 0) -> None:
-        given: dict[str, Any] = {"prompt_token_ids": list(asked.tokens)}
-        if asked.salt is not None:
-            given["cache_salt"] = asked.salt
-        self.llm.llm_engine.add_request(name, given, sampling_params(asked), priority=priority)
+        begin(self.llm, name, asked, priority=priority)
         self.came[name] = self.steps
 
     def find(self, name: str) -> Any:
@@ -100,11 +81,16 @@ def test_urgent_requests_get_room_before_those_that_came_first(engine: Engine) -
     assert engine.call(overtake) == ["one", "two", "urgent", "soon", "late"]
 
 
-def join(llm: Any) -> tuple[bool, list[str]]:
-    """A segment request waits behind long prompts; one that is more urgent than these asks for its record."""
+def behind_long_prompts(llm: Any) -> Course:
     course = Course(llm)
     for i, tokens in enumerate(LONG):
         course.add(f"plain {i}", Ask(tuple(tokens), 1), 5)
+    return course
+
+
+def join(llm: Any) -> tuple[bool, list[str]]:
+    """A segment request waits behind long prompts; one that is more urgent than these asks for its record."""
+    course = behind_long_prompts(llm)
     course.step()
     course.add("patient", ask(0, max_tokens=1), 9)
     course.step()
@@ -125,9 +111,7 @@ def test_a_segment_request_hurries_when_an_urgent_request_joins(engine: Engine) 
 
 def hold(llm: Any) -> list[int]:
     """One request holds its tenant's room and waits behind long prompts, one that is urgent waits for it."""
-    course = Course(llm)
-    for i, tokens in enumerate(LONG):
-        course.add(f"plain {i}", Ask(tuple(tokens), 1), 5)
+    course = behind_long_prompts(llm)
     for i in range(2):
         course.add(f"holds {i}", ask(i, max_tokens=1), 9)
     course.step()

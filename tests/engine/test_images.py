@@ -1,4 +1,4 @@
-"""Images in prompts with segments: in the query, in the leading segment, and in segments at any position.
+"""Images in prompts with segments: what ``test_media.py`` shows of all media is shown there.
 
 Behind one layer of attention alone composing is exact: K and V of every token depend on its embedding and on
 where the model sees it.  So it is behind one linear layer.  Ordinary requests of the same engine are then the
@@ -7,7 +7,7 @@ yardstick, and stock vLLM is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from oracle import random_segments
 from oracle.vision import VisionOracle
 from PIL import Image
 
-from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, EngineError, audit, prompt, run_apart, same
+from .conftest import EngineFactory, Saver
+from .engines import Answer, Ask, Engine, EngineError, audit, prompt
 from .test_vision_text import DELTA_NET
 from .tiny_vision import END_ID, IMAGE_ID, START_ID, VIDEO_ID, save_vision
 
@@ -68,12 +68,23 @@ class Model:
     kind: str
     fields: dict[str, Any]
     bound: float
+    args: dict[str, Any]
     steps: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-    dtype: str = "bfloat16"
+    write: Callable[..., object] = save_vision
+    asks: dict[str, Ask] = field(default_factory=lambda: ASKS)
+    differs: int = 6
+    """Times the bound that other media are apart, at least."""
+    moving: Ask | None = None
+    """With a video."""
+    other: dict[str, list[Any]] = field(default_factory=lambda: OTHER)
+    """Media of the request "segment", of which the document's are others of the same size."""
 
     def __str__(self) -> str:
         return self.name
+
+    def save(self, path: Path) -> None:
+        self.write(path, self.kind, self.fields, **self.options)
 
 
 ORACLE_BOUND = 2e-3
@@ -82,43 +93,26 @@ ENGINE: dict[str, Any] = {"max_logprobs": -1, "enable_prefix_caching": False, "m
 """Prefill chunks end inside images."""
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
 QWEN2 = {"num_hidden_layers": 1, "hidden_size": 256, "rope_parameters": MROPE}
+OTHER = {"image": [picture(7, *TALL.size[::-1]), WIDE]}
+IN_FLOAT32, IN_BFLOAT16 = (ENGINE | {"dtype": dtype} for dtype in ("float32", "bfloat16"))
+SILENT = [
+    {"norm_center": 0.0, "silent": (part,)}
+    for part in ("layers.0.linear_attn.out_proj", "layers.1.self_attn.o_proj")
+]
 MODELS = [
-    Model("qwen2-vl", "Qwen2VL", QWEN2, 1e-4, steps=8, dtype="float32"),
-    *(
-        Model(
-            f"qwen3.5-{live}", "Qwen3_5", DELTA_NET, 0.15, options={"norm_center": 0.0, "silent": (silent,)}
-        )
-        for live, silent in (
-            ("attention", "layers.0.linear_attn.out_proj"),
-            ("linear", "layers.1.self_attn.o_proj"),
-        )
-    ),
+    Model("qwen2-vl", "Qwen2VL", QWEN2, 1e-4, IN_FLOAT32, steps=8, moving=MOVING),
+    Model("qwen3.5-attention", "Qwen3_5", DELTA_NET, 0.15, IN_BFLOAT16, options=SILENT[0], moving=MOVING),
+    Model("qwen3.5-linear", "Qwen3_5", DELTA_NET, 0.15, IN_BFLOAT16, options=SILENT[1]),
 ]
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=str)
-def model(request: pytest.FixtureRequest) -> Model:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def path(model: Model, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path) -> Path:
-    path = tmp_path_factory.mktemp(model.name)
-
-    run_apart(_save, path, model, log=engine_logs / "models.log")
-    return path
-
-
-def _save(path: Path, model: Model) -> None:
-    save_vision(path, model.kind, model.fields, **model.options)
-
-
-@pytest.fixture(scope="module")
-def engine(module_engine: EngineFactory, path: Path, model: Model) -> Iterator[Engine]:
-    with module_engine(path, dtype=model.dtype, **ENGINE) as started:
-        yield started
-        left = started.call(audit)
-        assert left.clean, left
+def engine(module_engine: EngineFactory, saved: Saver) -> Iterator[Engine]:
+    """Of the first model."""
+    started = module_engine(saved(MODELS[0].save), **MODELS[0].args)
+    yield started
+    left = started.call(audit)
+    assert left.clean, left
 
 
 def farthest(one: Answer, other: Answer, steps: int) -> float:
@@ -126,33 +120,6 @@ def farthest(one: Answer, other: Answer, steps: int) -> float:
     assert one.tokens[: steps - 1] == other.tokens[: steps - 1]
     pairs = zip(one.logprobs[0][:steps], other.logprobs[0][:steps], strict=True)
     return max(abs(a[t] - b[t]) for a, b in pairs for t in a)
-
-
-@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
-def test_composed_is_full_recompute(engine: Engine, model: Model) -> None:
-    for name, given in ASKS.items():
-        [plain] = engine.ask(given.plain())
-        for extra in ({}, {"hypic_link": "block"}, {"hypic_context": "lead"}, {"hypic_link": "epic-8"}):
-            [composed] = engine.ask(replace(given, extra=extra))
-            found = farthest(composed, plain, model.steps)
-            assert found <= model.bound, f"{name} {extra}: {found:.1e}"
-
-
-@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
-def test_cold_is_warm(engine: Engine) -> None:
-    for given in ASKS.values():
-        engine.reset()
-        cold, warm = engine.ask_one_by_one(given, given)
-        assert same(cold, warm) and warm.cached > cold.cached == 0
-
-
-@pytest.mark.fast("qwen2-vl", "qwen3.5-attention")
-def test_documents_with_images_serve_any_order(engine: Engine) -> None:
-    engine.reset()
-    first, second = engine.ask_one_by_one(ASKS["segment"], ASKS["reordered"])
-    assert first.cached == 0
-    tokens = engine.call(prompt_tokens, ASKS["reordered"])
-    assert second.cached == tokens - len(QUERY) - 2 * 16  # all but the seam windows
 
 
 def prompt_tokens(llm: Any, given: Ask) -> int:
@@ -163,20 +130,7 @@ def prompt_tokens(llm: Any, given: Ask) -> int:
     return len(output.prompt_token_ids)
 
 
-@pytest.mark.parametrize("model", MODELS[:2], ids=str, indirect=True)
-@pytest.mark.fast("qwen2-vl")
-def test_another_image_is_another_record(engine: Engine, model: Model) -> None:
-    engine.reset()
-    shown = ASKS["segment"]
-    other = replace(shown, media={"image": [picture(7, *TALL.size[::-1]), WIDE]})
-    [first] = engine.ask(shown)
-    [second] = engine.ask(other)
-    assert second.cached == len(LEAD) + len(SECOND) - 16, "the document's record was of another image"
-    assert farthest(second, first, 1) > 6 * model.bound, "the image goes unseen"
-
-
-@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
-def test_a_position_too_many_is_seen(engine: Engine, model: Model) -> None:
+def test_a_position_too_many_is_seen(engine: Engine) -> None:
     """Were tokens behind an image to count its tokens, or its own to be rotated alike, the bound would be
     broken by a factor of a thousand."""
     given = ASKS["segment"]
@@ -186,7 +140,7 @@ def test_a_position_too_many_is_seen(engine: Engine, model: Model) -> None:
     [wrong] = engine.ask(given)
     engine.call(count_positions)
     engine.reset()
-    assert farthest(wrong, plain, 1) > 1000 * model.bound
+    assert farthest(wrong, plain, 1) > 1000 * MODELS[0].bound
 
 
 def count_tokens(llm: Any) -> None:
@@ -202,29 +156,7 @@ def count_positions(llm: Any) -> None:
     worker_view.rotary = worker_view.hypic_right
 
 
-@pytest.mark.parametrize("model", MODELS[:2], ids=str, indirect=True)
-@pytest.mark.fast("qwen2-vl")
-def test_videos_too(engine: Engine, model: Model) -> None:
-    plain, composed = engine.ask_one_by_one(MOVING.plain(), MOVING)
-    assert farthest(composed, plain, model.steps) <= model.bound
-
-
-@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
-def test_plain_and_full_are_stock(
-    engine: Engine, start_engine: EngineFactory, path: Path, model: Model
-) -> None:
-    """Bit for bit, and a second time, from the encoder's cache."""
-    asks = list(ASKS.values())
-    with start_engine(path, hypic=False, dtype=model.dtype, **ENGINE) as stock:
-        theirs = stock.ask_one_by_one(*(given.plain() for given in asks))
-    ours = engine.ask_one_by_one(*(given.plain() for given in asks))
-    full = engine.ask_one_by_one(*(replace(given, extra={"hypic_link": "full"}) for given in asks))
-    for a, b, c in zip(theirs, ours, full, strict=True):
-        assert same(a, b) and same(a, c)
-
-
-@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
-def test_named_segments(engine: Engine, model: Model) -> None:
+def test_named_segments(engine: Engine) -> None:
     """By indices of the prompt with the tokens that stand for images; none is cut."""
     given = ask(query=[*DOCUMENT, *SECOND, *QUERY], image=[TALL]).plain()
     [plain] = engine.ask(given)
@@ -232,24 +164,21 @@ def test_named_segments(engine: Engine, model: Model) -> None:
     begin, second = len(LEAD), end - len(SECOND)
     named = replace(given, extra={"hypic_segments": [begin, second, second, end]})
     cold, warm = engine.ask_one_by_one(named, named)
-    assert farthest(cold, plain, model.steps) <= model.bound
+    assert farthest(cold, plain, MODELS[0].steps) <= MODELS[0].bound
     assert warm.cached == end - 2 * 16
     cut = replace(given, extra={"hypic_segments": [begin, begin + 70, second, end]})
     with pytest.raises(EngineError, match="are one image, video or audio, which an edge of a segment cuts"):
         engine.ask(cut)
 
 
-def test_two_layers_agree_with_the_oracle(
-    start_engine: EngineFactory, tmp_path: Path, engine_logs: Path
-) -> None:
+def test_two_layers_agree_with_the_oracle(start_engine: EngineFactory, saved: Saver) -> None:
     """What a record's second layer has seen is what it should have: the segment and its image, alone."""
-    model = replace(MODELS[0], fields=QWEN2 | {"num_hidden_layers": 2})
-    run_apart(_save, tmp_path, model, log=engine_logs / "models.log")
-    oracle = VisionOracle(tmp_path)
+    path = saved(save_vision, "Qwen2VL", QWEN2 | {"num_hidden_layers": 2})
+    oracle = VisionOracle(path)
     lead, query = [*LEAD, *PICTURE], [*PICTURE, *QUERY]
-    images = {False: [WIDE, TALL, WIDE], True: [WIDE, TALL, WIDE]}
-    with start_engine(tmp_path, dtype="float32", max_logprobs=-1) as engine:
-        for turned, shown in images.items():
+    shown = [WIDE, TALL, WIDE]
+    with start_engine(path, dtype="float32", max_logprobs=-1) as engine:
+        for turned in (False, True):
             segments = [SECOND, DOCUMENT] if turned else [DOCUMENT, SECOND]
             given = ask(*segments, lead=lead, query=query, image=shown)
             for one, whole in ((given, False), (given.plain(), True)):
@@ -261,50 +190,58 @@ def test_two_layers_agree_with_the_oracle(
             assert float(link.abs().max()) > 10 * ORACLE_BOUND, "the link's own difference goes unseen"
 
 
-@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
-def test_refused(engine: Engine, model: Model) -> None:
-    assert engine.call(refusals) == [
-        None,
+REFUSED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    (
+        {"modality": "vision_chunk"},
         "vision_chunk inputs are not supported, image, video and audio inputs are",
+    ),
+    (
+        {"mm_processor_cache_gb": 0},
         "image inputs are not supported where vLLM gives them no digests: "
         "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0",
+    ),
+    (
+        {"mm_processor_cache_type": "shm"},
         "image inputs are not supported with --mm-processor-cache-type shm: "
         "the scheduler, which needs the size of images, does not see them; expected lru",
+    ),
+    (
+        {"layer_types": ["full_attention", "sliding_attention"]},
         "image inputs are not supported by this model: its windows count tokens, "
         "and its three-dimensional positions (M-RoPE) do not",
+    ),
+    (
+        {"is_mm_prefix_lm": True},
         "image inputs are not supported by this model: its images attend to what stands behind them",
-    ]
+    ),
+]
+"""What another request or engine would be, and what its front end would say."""
 
 
-def refusals(llm: Any) -> list[str | None]:
-    """What the engine's front end would say if the request or the engine were others."""
+def test_refused(engine: Engine) -> None:
+    for changed, said in REFUSED:
+        assert engine.call(refusal, changed) == said
+
+
+def refusal(llm: Any, changed: dict[str, Any]) -> str | None:
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     from vllm_hypic.engine.media import refused_media
 
     config = llm.llm_engine.vllm_config
-    model = config.model_config
-
-    def said(modality: str = "image", **changed: Any) -> str | None:
-        parts = (model.multimodal_config, model, model.hf_text_config)
-        where = {name: next(part for part in parts if hasattr(part, name)) for name in changed}
-        before = {name: getattr(part, name) for name, part in where.items()}
-        try:
-            for name, part in where.items():
-                object.__setattr__(part, name, changed[name])
-            return refused_media([MultiModalFeatureSpec(None, modality, "x", PlaceholderRange(0, 4))], config)
-        finally:
-            for name, part in where.items():
-                object.__setattr__(part, name, before[name])
-
-    return [
-        said(),
-        said("vision_chunk"),
-        said(mm_processor_cache_gb=0),
-        said(mm_processor_cache_type="shm"),
-        said(layer_types=["full_attention", "sliding_attention"]),
-        said(is_mm_prefix_lm=True),
-    ]
+    model, changed = config.model_config, dict(changed)
+    media = MultiModalFeatureSpec(None, changed.pop("modality", "image"), "x", PlaceholderRange(0, 4))
+    parts = (model.multimodal_config, model, model.hf_text_config)
+    where = {name: next(part for part in parts if hasattr(part, name)) for name in changed}
+    before = {name: getattr(part, name) for name, part in where.items()}
+    try:
+        for name, part in where.items():
+            object.__setattr__(part, name, changed[name])
+        return refused_media([media], config)
+    finally:
+        for name, part in where.items():
+            object.__setattr__(part, name, before[name])
 
 
 TEMPLATE = (
@@ -313,15 +250,14 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("model", MODELS[:1], ids=str, indirect=True)
-def test_chat(engine: Engine, model: Model) -> None:
+def test_chat(engine: Engine) -> None:
     """A chat whose documents are texts and an image, between separators."""
     engine.reset()
     texts = [" ".join(f"w{i}" for i in piece) for piece in (LEAD, FIRST, SECOND, QUERY)]
     plain, cold, warm = engine.call(chat, texts, WIDE)
     assert cold[:2] == warm[:2] and warm[2] > cold[2] == 0
     assert cold[0] == plain[0]
-    assert max(abs(a - b) for a, b in zip(cold[1], plain[1], strict=True)) <= model.bound
+    assert max(abs(a - b) for a, b in zip(cold[1], plain[1], strict=True)) <= MODELS[0].bound
 
 
 def chat(llm: Any, texts: list[str], image: Image.Image) -> list[tuple[tuple[int, ...], list[float], int]]:

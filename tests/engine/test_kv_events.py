@@ -7,11 +7,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory
-from .engines import Ask, Engine, drain, generate_one_by_one, prompt, reset_caches, same, scheduler_of
+from .engines import Ask, all_same, drain, generate_one_by_one, prompt, reset_caches, scheduler_of
 
 PLAIN, OTHER, LAST, QUERY = random_segments([1500, 1300, 1200, 1600], vocab=480, seed=97)
 ONE, TWO = random_segments([900, 180], vocab=480, seed=98)
@@ -81,28 +80,19 @@ PRIVATE_ASKS = [
 ]
 
 
-def check(ours: Engine, stock: Engine, plain: list[Ask], private: list[Ask]) -> None:
+def test_only_blocks_of_plain_requests_are_published(model: Path, start_engine: EngineFactory) -> None:
+    args = EVENTS | {"num_gpu_blocks_override": 60 if model.name == "hybrid" else 100}
+    ours, stock = (start_engine(model, hypic=hypic, **args) for hypic in (True, False))
+    plain, private, last = PLAIN_ASKS, PRIVATE_ASKS, list(PLAIN_ASKS[-1].tokens)
     asks = list(chain.from_iterable(zip(plain[:-1], private[::2], private[1::2], strict=True)))
-    last = list(plain[-1].tokens)
     answers = ours.call(generate_one_by_one, [*asks, plain[-1]])
-    expected = stock.call(generate_one_by_one, plain)
-    assert all(map(same, [*answers[::3], answers[-1]], expected))
+    assert all_same(answers[::3], stock.call(generate_one_by_one, plain))
     (events, leaked), (wanted, _) = (engine.call(published, last) for engine in (ours, stock))
     assert not leaked, f"published: {leaked}"
     streams = [e for e in events if e["type"] == "BlockStored" and e not in wanted]
     assert not streams, f"{len(streams)} events are of private requests"
     assert events == wanted, "events of plain requests are those of a stock engine"
     assert {e["type"] for e in events} == {"BlockStored"} and events
-
-
-@pytest.mark.parametrize(("model", "blocks"), [("attention_model", 100), ("hybrid_model", 60)])
-def test_only_blocks_of_plain_requests_are_published(
-    model: str, blocks: int, start_engine: EngineFactory, request: pytest.FixtureRequest
-) -> None:
-    path: Path = request.getfixturevalue(model)
-    args = EVENTS | {"num_gpu_blocks_override": blocks}
-    ours, stock = (start_engine(path, hypic=hypic, **args) for hypic in (True, False))
-    check(ours, stock, PLAIN_ASKS, PRIVATE_ASKS)
     # Blocks are removed as others need them, those of streams without a word.
     tight = [Ask(tuple(tokens)) for tokens in random_segments([1500] * 16, vocab=480, seed=99)]
     asks = [*tight[:8], COMPOSED, *tight[8:], Ask(tuple(LAST[::-1]))]

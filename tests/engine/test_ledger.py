@@ -14,25 +14,15 @@ import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory
-from .engines import Ask, Engine, drain, prompt, sampling_params
-from .test_other_connectors import saving_to
-from .test_store import MEMORY, drop_memory, empty_pool, stored
+from .engines import Ask, Engine, drain, outputs_of, prompt
+from .test_other_connectors import saving_args
+from .test_store import MEMORY, drop_memory, empty_pool, on_disk, stored
 
 ONE, TWO, THREE, FOUR, FIVE = random_segments([400, 260, 150, 120, 170], vocab=480, seed=71)
 QUERY, PLAIN, SHORT = random_segments([300, 900, 40], vocab=480, seed=72)
 BLOCK = 128
 SEAMS = 2 * 8
 """Tokens of a document that no record has."""
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What the server says of an answer."""
-
-    prompt: int
-    cached: int
-    created: int
-    completion: int
 
 
 @dataclass(frozen=True)
@@ -73,21 +63,16 @@ def named(*documents: list[int], query: list[int]) -> Ask:
     return Ask((*tokens, *query), extra={"hypic_segments": places})
 
 
-def usages(llm: Any, row: Row) -> list[Usage]:
-    def ask(asks: tuple[Ask, ...]) -> list[Usage]:
-        prompts = [{"prompt_token_ids": list(a.tokens)} for a in asks]
-        outputs = llm.generate(prompts, [sampling_params(a) for a in asks], use_tqdm=False)
-        return [
-            Usage(
-                len(output.prompt_token_ids),
-                output.num_cached_tokens or 0,
-                output.num_cache_creation_tokens or 0,
-                sum(len(sample.token_ids) for sample in output.outputs),
-            )
-            for output in outputs
-        ]
-
-    return ask(row.asks) if row.at_once else [usage for one in row.asks for usage in ask((one,))]
+def usage(llm: Any, row: Row) -> Counter[str]:
+    """What the server says of a row's answers, in all."""
+    found: Counter[str] = Counter()
+    for asks in [row.asks] if row.at_once else [(one,) for one in row.asks]:
+        for output in outputs_of(llm, *asks):
+            found["prompt"] += len(output.prompt_token_ids)
+            found["cached"] += output.num_cached_tokens or 0
+            found["created"] += output.num_cache_creation_tokens or 0
+            found["completion"] += sum(len(sample.token_ids) for sample in output.outputs)
+    return found
 
 
 def counters(llm: Any) -> Counter[str]:
@@ -123,23 +108,20 @@ def rate(line: str, name: str) -> str | None:
     return found and found[1]
 
 
-def ledger(llm: Any, row: Row) -> tuple[list[Usage], dict[str, int], Counter[str], str]:
+def ledger(llm: Any, row: Row) -> tuple[Counter[str], dict[str, int], Counter[str], str]:
     """Returns the usage of a row's answers, each counter's rise, the counters' values and the log line."""
     if row.first is not None:
         row.first(llm)
     drain(llm)
     before = counters(llm)
-    found = usages(llm, row)
+    found = usage(llm, row)
     drain(llm)
     after = counters(llm)
     return found, dict(after - before), after, log_line(llm)
 
 
 def check(engine: Engine, name: str, row: Row) -> None:
-    found, rose, values, line = engine.call(ledger, row)
-    told = Counter[str]()
-    for usage in found:
-        told += Counter(vars(usage))
+    told, rose, values, line = engine.call(ledger, row)
     cached = sum(row.cached.values())
     external = rose.get("prompt_tokens_by_source external_kv_transfer", 0)
     wanted = {
@@ -233,31 +215,23 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "rows"),
-    [
-        pytest.param("attention_model", PLAIN_AND_COMPOSED, id="attention"),
-        pytest.param("hybrid_model", TIERS, id="tiers"),
-        pytest.param("hybrid_model", PREFIXES, id="prefixes"),
-        pytest.param("attention_model", BESIDE, id="beside"),
-    ],
-)
+CASES: dict[str, tuple[str, dict[str, Row], Callable[[Path], dict[str, Any]]]] = {
+    "attention": ("attention_model", PLAIN_AND_COMPOSED, lambda path: {}),
+    "tiers": ("hybrid_model", TIERS, lambda path: {"options": stored(MEMORY, on_disk(path))}),
+    "prefixes": (
+        "hybrid_model",
+        PREFIXES,
+        lambda path: {"options": {"prefix": "sparse", "page_tokens": PAGE, "checkpoint_tokens": PAGE}},
+    ),
+    "beside": ("attention_model", BESIDE, saving_args),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_counters_and_log_agree_with_usage(
-    model: str,
-    rows: dict[str, Row],
-    start_engine: EngineFactory,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    case: str, start_engine: EngineFactory, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    path: Path = request.getfixturevalue(model)
-    args: dict[str, Any] = {}
-    if rows is TIERS:
-        disk = {"type": "disk", "path": str(tmp_path), "bytes": 64 << 20}
-        args = {"options": stored(MEMORY, disk)}
-    elif rows is PREFIXES:
-        args = {"options": {"prefix": "sparse", "page_tokens": PAGE, "checkpoint_tokens": PAGE}}
-    elif rows is BESIDE:
-        args = {"kv_transfer_config": saving_to(tmp_path), "enable_prefix_caching": False}
-    engine = start_engine(path, disable_log_stats=False, **args)
+    model, rows, args = CASES[case]
+    engine = start_engine(request.getfixturevalue(model), disable_log_stats=False, **args(tmp_path))
     for name, row in rows.items():
         check(engine, name, row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ prompts of a maximum scatter."""
 KL_FACTOR = 4
 
 
+Parts = tuple[list[int], list[list[int]], list[int]]
+"""Leading segment, interior segments, query."""
+
+
 @dataclass(frozen=True)
 class Distance:
     """Largest difference of a logprob and KL divergence, averaged over prompts."""
@@ -38,6 +43,10 @@ class Distance:
     def __str__(self) -> str:
         return f"max {self.largest:.3f}, KL {self.kl:.1e}"
 
+    def margin(self, noise: Distance) -> float:
+        """The factor by which this exceeds one of both bounds; up to 1 it exceeds none."""
+        return max(self.kl / (KL_FACTOR * noise.kl), self.largest / (NOISE_FACTOR * noise.largest))
+
 
 def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Distance:
     pairs = list(zip(ours, theirs, strict=True))
@@ -46,12 +55,17 @@ def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Di
     return Distance(largest, kl)
 
 
-def texts() -> list[tuple[list[int], list[list[int]], list[int]]]:
+def texts() -> list[Parts]:
     prompts = []
     for seed, lengths in enumerate(LENGTHS):
         lead, *segments, query = random_segments(lengths, vocab=480, seed=seed)
         prompts.append((lead, segments, query))
     return prompts
+
+
+def whole(lead: Sequence[int], segments: Sequence[Sequence[int]], query: Sequence[int]) -> list[int]:
+    """The logical prompt."""
+    return [*lead, *chain(*segments), *query]
 
 
 def first_token(engine: Engine, tokens: Sequence[int], extra: dict[str, Any] | None = None) -> torch.Tensor:
@@ -77,11 +91,24 @@ def engine(
         yield started
 
 
-@pytest.fixture(scope="module")
-def noise(engine: Engine, oracle: Oracle) -> Distance:
+def noise_of(engine: Engine, oracle: Oracle) -> Distance:
     """How far ordinary requests of this engine are from full recompute."""
-    whole = [[*lead, *(t for s in segments for t in s), *query] for lead, segments, query in texts()]
-    return distance([first_token(engine, t) for t in whole], [oracle.full_logprobs(t) for t in whole])
+    plain = [whole(*parts) for parts in texts()]
+    return distance([first_token(engine, t) for t in plain], [oracle.full_logprobs(t) for t in plain])
+
+
+def composed_by(
+    engine: Engine, prompts: Sequence[Parts] | None = None, extra: dict[str, Any] | None = None
+) -> list[torch.Tensor]:
+    """The engine's answers to composed requests."""
+    asked = texts() if prompts is None else prompts
+    return [first_token(engine, prompt(*s, lead=lead, query=query), extra) for lead, s, query in asked]
+
+
+def expected_by(oracle: Oracle, prompts: Sequence[Parts] | None = None, **method: Any) -> list[torch.Tensor]:
+    """The oracle's answers to the same requests."""
+    asked = texts() if prompts is None else prompts
+    return [oracle.next_token_logprobs(*parts, **method) for parts in asked]
 
 
 METHODS = [
@@ -99,46 +126,33 @@ METHODS = [
 
 @pytest.mark.parametrize(("extra", "method"), METHODS)
 def test_agrees(
-    engine: Engine,
-    oracle: Oracle,
-    noise: Distance,
-    extra: dict[str, Any],
-    method: dict[str, Any],
+    engine: Engine, oracle: Oracle, noise: Distance, extra: dict[str, Any], method: dict[str, Any]
 ) -> None:
-    ours, theirs = [], []
-    for lead, segments, query in texts():
-        ours.append(first_token(engine, prompt(*segments, lead=lead, query=query), extra))
-        theirs.append(oracle.next_token_logprobs(lead, segments, query, **method))
-    found = distance(ours, theirs)
-    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
-    assert found.kl <= KL_FACTOR * noise.kl, f"{found}; ordinary requests: {noise}"
+    found = distance(composed_by(engine, extra=extra), expected_by(oracle, **method))
+    assert found.margin(noise) <= 1, f"{found}; ordinary requests: {noise}"
 
 
-def test_without_leading_segment(engine: Engine, oracle: Oracle, noise: Distance) -> None:
-    ours, theirs = [], []
-    for _, segments, query in texts():
-        ours.append(first_token(engine, prompt(*segments, query=query)))
-        theirs.append(oracle.next_token_logprobs([], segments, query))
-    found = distance(ours, theirs)
-    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
+IN_STREAM = {"in_stream": frozenset({1})}
+OTHER_PROMPTS = [
+    pytest.param([([], segments, query) for _, segments, query in texts()], {}, id="no-leading-segment"),
+    # A segment of 20 tokens between two cached ones is computed in the stream.
+    pytest.param(
+        [(lead, [a, b[:20], c], q) for lead, (a, b, c), q in texts()], IN_STREAM, id="short-segment"
+    ),
+]
 
 
-def test_short_segments_are_computed_in_the_stream(engine: Engine, oracle: Oracle, noise: Distance) -> None:
-    """A segment of 20 tokens between two cached ones."""
-    ours, theirs = [], []
-    for lead, segments, query in texts():
-        segments = [segments[0], segments[1][:20], segments[2]]
-        ours.append(first_token(engine, prompt(*segments, lead=lead, query=query)))
-        theirs.append(oracle.next_token_logprobs(lead, segments, query, in_stream=frozenset({1})))
-    found = distance(ours, theirs)
+@pytest.mark.parametrize(("prompts", "method"), OTHER_PROMPTS)
+def test_other_prompts(
+    engine: Engine, oracle: Oracle, noise: Distance, prompts: list[Parts], method: dict[str, Any]
+) -> None:
+    found = distance(composed_by(engine, prompts), expected_by(oracle, prompts, **method))
     assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
 
 
 @pytest.fixture(scope="module")
 def composed(engine: Engine) -> list[torch.Tensor]:
-    return [
-        first_token(engine, prompt(*segments, lead=lead, query=query)) for lead, segments, query in texts()
-    ]
+    return composed_by(engine)
 
 
 @pytest.mark.parametrize(
@@ -161,35 +175,21 @@ def test_planted_faults_are_seen(
     composed: list[torch.Tensor], oracle: Oracle, noise: Distance, fault: str
 ) -> None:
     """Were the engine to make this mistake, a bound of ``test_agrees`` would be broken, with a margin."""
-    faulty = [
-        oracle.next_token_logprobs(lead, segments, query, fault=fault) for lead, segments, query in texts()
-    ]
-    found = distance(composed, faulty)
-    margin = max(found.kl / (KL_FACTOR * noise.kl), found.largest / (NOISE_FACTOR * noise.largest))
-    assert margin > 1.2, f"{fault}: {found}; noise {noise}"
+    found = distance(composed, expected_by(oracle, fault=fault))
+    assert found.margin(noise) > 1.2, f"{fault}: {found}; noise {noise}"
 
 
 def test_dense_attention_model(module_engine: EngineFactory, attention_model: Path) -> None:
     """A pure full-attention model runs through the same code, without a linear part."""
     oracle = Oracle(attention_model)
     with module_engine(attention_model, max_logprobs=-1) as engine:
-        ours, theirs, plain, full = [], [], [], []
-        for lead, segments, query in texts():
-            whole = [*lead, *(t for s in segments for t in s), *query]
-            plain.append(first_token(engine, whole))
-            full.append(oracle.full_logprobs(whole))
-            ours.append(first_token(engine, prompt(*segments, lead=lead, query=query)))
-            theirs.append(oracle.next_token_logprobs(lead, segments, query))
-    noise, found = distance(plain, full), distance(ours, theirs)
+        noise, found = noise_of(engine, oracle), distance(composed_by(engine), expected_by(oracle))
     assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("float16", 0.06)])
 def test_other_dtypes(module_engine: EngineFactory, attention_model: Path, dtype: str, bound: float) -> None:
     """fp32 leaves no room for errors to hide in: the engine must be within rounding of the oracle."""
-    oracle = Oracle(attention_model)
-    lead, segments, query = texts()[0]
     with module_engine(attention_model, max_logprobs=-1, dtype=dtype) as engine:
-        ours = first_token(engine, prompt(*segments, lead=lead, query=query))
-    found = distance([ours], [oracle.next_token_logprobs(lead, segments, query)])
+        found = distance(composed_by(engine, texts()[:1]), expected_by(Oracle(attention_model), texts()[:1]))
     assert found.largest <= bound, f"{dtype}: {found}"

@@ -1,4 +1,5 @@
-"""Another KV connector beside ours: it serves plain requests as in a stock engine, and sees no others."""
+"""Other KV connectors beside ours: they serve plain requests as in a stock engine, and see no others.  vLLM's
+NIXL connector moves blocks from one engine, which prefills, to another, which decodes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,24 @@ from typing import Any
 import pytest
 from oracle.models import random_segments
 
+from vllm_hypic.harness.processes import free_port
+
 from .conftest import EngineFactory
-from .engines import Ask, Engine, distance, drain, prompt, same, scheduler_of
+from .engines import (
+    Answer,
+    Ask,
+    Engine,
+    all_same,
+    answer_of,
+    begin,
+    distance,
+    drain,
+    metrics,
+    prompt,
+    run_to_end,
+    same,
+    scheduler_of,
+)
 
 PLAIN, OTHER, ONE, TWO, MIDDLE = random_segments([300, 200, 250, 180, 100], seed=93)
 (QUERY,) = random_segments([40], seed=94)
@@ -19,10 +36,11 @@ TWIN = [*ONE[:75], *MIDDLE, *ONE[175:]]
 """Begins and ends as ``ONE`` does: their streams are one."""
 
 
-def saving_to(folder: Path) -> dict[str, Any]:
+def saving_args(folder: Path) -> dict[str, Any]:
     """vLLM's own connector that saves every prompt it sees, by its tokens, and loads it again."""
-    extra = {"shared_storage_path": str(folder)}
-    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    connector: dict[str, Any] = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    connector["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}
+    return {"kv_transfer_config": connector, "enable_prefix_caching": False}
 
 
 def saved(folder: Path) -> dict[str, bytes]:
@@ -36,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def _engine(module_engine: EngineFactory, attention_model: Path, folder: Path) -> Engine:
-    return module_engine(attention_model, kv_transfer_config=saving_to(folder), enable_prefix_caching=False)
+    return module_engine(attention_model, **saving_args(folder))
 
 
 @pytest.fixture
@@ -65,12 +83,10 @@ def alone(module_engine: EngineFactory, attention_model: Path) -> Engine:
 def test_plain_requests_are_saved_and_loaded_as_in_a_stock_engine(
     engine: Engine, start_engine: EngineFactory, attention_model: Path, folder: Path, tmp_path: Path
 ) -> None:
-    stock = start_engine(
-        attention_model, hypic=False, kv_transfer_config=saving_to(tmp_path), enable_prefix_caching=False
-    )
+    stock = start_engine(attention_model, hypic=False, **saving_args(tmp_path))
     asks = [Ask(tuple(PLAIN)), Ask(tuple(OTHER)), Ask(tuple(PLAIN))]
     ours, theirs = engine.ask_one_by_one(*asks), stock.ask_one_by_one(*asks)
-    assert all(same(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert all_same(ours, theirs)
     assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[2].cached == 256
     assert saved(folder) == saved(tmp_path) and saved(folder), "what is saved is what a stock engine saves"
 
@@ -81,8 +97,7 @@ def test_composed_requests_are_not_shown_to_it(engine: Engine, alone: Engine, fo
     cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     expected = alone.ask_one_by_one(*asks)
     assert not same(*expected), "the test's twins are no different prompts"
-    for one, again, other in zip(cold, warm, expected, strict=True):
-        assert same(one, again) and same(one, other)
+    assert all_same(cold, warm, expected)
     assert cold[0].cached == 0 and all(a.cached == len(ONE) + len(TWO) - 32 for a in warm)
     assert saved(folder) == before, "a stream or a segment was saved"
 
@@ -106,3 +121,57 @@ def test_prompt_logprobs_of_a_prompt_in_full_are_computed(engine: Engine) -> Non
     assert (saves.cached, loads.cached) == (0, 384)
     (answer,) = engine.ask(replace(ask, sampling={"prompt_logprobs": 1}))
     assert answer.cached == 0
+
+
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+
+
+def transferring(llm: Any, ask: Ask, transfer: dict[str, Any] | None) -> tuple[Answer, dict[str, Any] | None]:
+    """Answer a request with these ``kv_transfer_params``; what the engine says of its blocks."""
+    begin(llm, "split", replace(ask, extra={**ask.extra, "kv_transfer_params": transfer}))
+    output = run_to_end(llm, "split")
+    return answer_of(output), output.kv_transfer_params
+
+
+def split(prefill: Engine, decode: Engine, ask: Ask) -> tuple[Answer, dict[str, Any] | None]:
+    """The decoding engine's answer, and what it was told of the other's blocks."""
+    first = replace(ask, max_tokens=1)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    _, blocks = prefill.call(transferring, first, asked, timeout=60)
+    return decode.call(transferring, ask, blocks, timeout=60)[0], blocks
+
+
+def pair(start: EngineFactory, model: Path, **options: Any) -> tuple[Engine, Engine]:
+    options |= {"kv_transfer_config": NIXL, "disable_log_stats": False}
+    one, other = (
+        start(model, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}, **options) for _ in range(2)
+    )
+    return one, other
+
+
+def from_elsewhere(llm: Any) -> float:
+    """Tokens whose blocks another engine sent."""
+    return metrics(llm)["vllm:external_prefix_cache_hits"]
+
+
+@pytest.mark.slow
+def test_plain_requests_are_split_as_by_stock_engines_and_composed_ones_computed_where_they_decode(
+    start_engine: EngineFactory, hybrid_model: Path
+) -> None:
+    text, one, two = random_segments([700, 250, 180], seed=95)
+    plain, composed = Ask(tuple(text)), Ask(prompt(one, two, query=QUERY))
+    stock = pair(start_engine, hybrid_model, hypic=False)
+    (expected, _), loaded = split(*stock, plain), stock[1].call(from_elsewhere)
+    for engine in stock:
+        engine.close()
+    prefill, decode = pair(start_engine, hybrid_model)
+    answer, blocks = split(prefill, decode, plain)
+    assert same(answer, expected) and blocks is not None
+    assert decode.call(from_elsewhere) == loaded == len(text) - 1
+    (alone,) = prefill.ask(composed)
+    for reused in (0, len(one) + len(two) - 32):
+        answer, blocks = split(prefill, decode, composed)
+        assert same(answer, alone) and blocks is None
+        assert answer.cached == reused
+    assert decode.call(from_elsewhere) == loaded, "blocks of a composed request were moved"
+    assert decode.call(metrics)["vllm:hypic_segments_computed"] == 2

@@ -1,5 +1,5 @@
-"""Prompts that capture their own prefixes while they run: passes, answers, and what is left where they end
-early or begin anew."""
+"""Prefixes of prompts without segments as records: what prompts capture of themselves while they run, and
+what is left where they end early or begin anew."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import Any
 import pytest
 from oracle import Oracle, random_segments
 
-from .conftest import EngineFactory, lent, tight_args, tight_options
+from .conftest import EngineFactory, tight_args, tight_options
 from .engines import (
     Answer,
     Ask,
     Engine,
     answer_of,
     audit,
+    begin,
     distance,
     generate,
     metrics,
     pool_unit_bytes,
+    prompt,
+    run_to_end,
     same,
-    sampling_params,
     scheduler_of,
 )
-from .test_aborts import storm
-from .test_concurrency import MAX_FLOOR, NOISE_FACTOR
+from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, storm
 from .test_drafts import ARGS, NGRAMS, by_model, watched
 from .test_oracle_agreement import distance as distances
 from .test_oracle_agreement import first_token
@@ -38,11 +39,6 @@ EVERY = 1024
 FORKS = 24
 COMMON, *ENDS = random_segments([200] + [150] * FORKS, vocab=480, seed=31)
 FULL = {"hypic_link": "full"}
-
-
-@pytest.fixture(scope="module", params=["hybrid", "attention"])
-def model(request: pytest.FixtureRequest) -> Path:
-    return request.getfixturevalue(f"{request.param}_model")
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +71,58 @@ def begun(*parts: Sequence[int]) -> tuple[int, ...]:
     return tuple(token for part in parts for token in part)
 
 
+def ask(engine: Engine, tokens: Sequence[int], **extra: Any) -> Answer:
+    return engine.ask(Ask(tuple(tokens), 4, extra))[0]
+
+
+def test_turns_and_forks_go_on_where_they_part(engine: Engine) -> None:
+    engine.reset()
+    system, one, two, three, four = random_segments([70, 150, 33, 90, 61], vocab=480, seed=11)
+    first, parted = (70 + 150) // PAGE * PAGE, 70 // PAGE * PAGE
+    for parts, cached, why in (
+        ([one], 0, "nothing was here"),
+        ([one], (70 + 150 - 1) // PAGE * PAGE, "the same again"),
+        ([one, two, three], first, "a turn more"),
+        ([three], 0, "no state is kept where nobody has parted yet"),
+        ([four], parted, "the third that parts here finds one"),
+        ([one, four], first, "another turn"),
+    ):
+        assert ask(engine, begun(system, *parts)).cached == cached, why
+
+
+def test_answers_are_those_of_full_recompute(engine: Engine, oracle: Oracle) -> None:
+    """Of prompts that grow, and of long ones that part from each other, cold and warm."""
+    parts = random_segments([70, 150, 33, 90, 61], vocab=480, seed=13)
+    long, one, two = random_segments([EVERY + 90, 40, 50], vocab=480, seed=5)
+    grown = [begun(*parts[:n]) for n in (2, 3, 4, 5)]
+    for prompts in (grown, [begun(long), begun(long[: EVERY + 20], one), begun(long, two)]):
+        engine.reset()
+        theirs = [oracle.full_logprobs(list(tokens)) for tokens in prompts]
+        whole = distances([first_token(engine, t, FULL) for t in prompts], theirs)
+        cold, warm = (distances([first_token(engine, t) for t in prompts], theirs) for _ in range(2))
+        for ours in (cold, warm):
+            assert ours.largest <= NOISE_FACTOR * whole.largest, f"{ours}; whole: {whole}"
+        if prompts is grown:
+            again = distances([first_token(engine, t) for t in prompts], theirs)
+            assert again == warm, "the same records and bits"
+
+
+def test_what_is_not_cached_here(engine: Engine) -> None:
+    """Short prompts, link ``full``, prompts with separators, salts of others."""
+    engine.reset()
+    (tokens,) = random_segments([200], vocab=480, seed=17)
+    computed = "vllm:hypic_segments_computed"
+    before = engine.call(metrics)[computed]
+    ask(engine, tokens[:20])
+    ask(engine, tokens, **FULL)
+    assert engine.call(metrics)[computed] == before
+    ask(engine, tokens)
+    (other,) = engine.ask(Ask(tuple(tokens), 1, salt="another"))
+    assert other.cached == 0
+    parted = prompt(tokens, query=tokens[:9])
+    assert same(ask(engine, parted), ask(engine, parted))
+
+
 def test_a_prompt_takes_one_pass(engine: Engine) -> None:
     """As long as it fits one, wherever states are kept."""
     engine.reset()
@@ -91,17 +139,6 @@ def test_a_prompt_takes_one_pass(engine: Engine) -> None:
         assert (found, answer.cached) == ([[len(tokens) - cached]], cached)
 
 
-def test_what_is_captured_on_the_way_is_exact(engine: Engine, model: Path) -> None:
-    engine.reset()
-    long, one, two = random_segments([EVERY + 90, 40, 50], vocab=480, seed=5)
-    prompts = [begun(long), begun(long[: EVERY + 20], one), begun(long, two)]
-    theirs = [Oracle(model).full_logprobs(list(tokens)) for tokens in prompts]
-    whole = distances([first_token(engine, t, FULL) for t in prompts], theirs)
-    for _ in range(2):
-        ours = distances([first_token(engine, t) for t in prompts], theirs)
-        assert ours.largest <= NOISE_FACTOR * whole.largest, f"{ours}; whole: {whole}"
-
-
 @pytest.mark.parametrize("model", ["attention"], indirect=True)
 def test_what_reads_nothing_is_stock(engine: Engine) -> None:
     """Where no layer has a state, all that happens is that K and V are copied."""
@@ -111,20 +148,10 @@ def test_what_reads_nothing_is_stock(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def _tight(module_engine: EngineFactory, hybrid_model: Path) -> Iterator[Engine]:
+def _tight(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
     """Passes of 96 tokens, few blocks, and a pool of a few of the records."""
-    with module_engine(hybrid_model) as engine:
-        units = engine.call(pool_unit_bytes)
-    options = tight_options(units, slots=7, pages=40) | OPTIONS
-    with module_engine(
-        hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96}
-    ) as engine:
-        yield engine
-
-
-@pytest.fixture
-def tight(_tight: Engine) -> Iterator[Engine]:
-    yield from lent(_tight)
+    options = tight_options(_hypic.call(pool_unit_bytes), slots=7, pages=40) | OPTIONS
+    return module_engine(hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96})
 
 
 def fork(number: int, salt: str | None = None) -> Ask:
@@ -150,15 +177,12 @@ def test_forks_and_twins_at_once(tight: Engine) -> None:
 
 def begun_anew(llm: Any, ask: Ask, computed: int) -> Answer:
     """The request is preempted once it has so many tokens behind it."""
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    name = engine.add_request("anew", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    scheduler, name = scheduler_of(llm), begin(llm, "anew", ask)
     while scheduler.requests[name].num_computed_tokens < computed:
-        engine.step()
+        llm.llm_engine.step()
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
     assert scheduler.requests[name].num_computed_tokens == 0
-    while not (outputs := engine.step()) or not outputs[0].finished:
-        pass
-    return answer_of(outputs[0])
+    return answer_of(run_to_end(llm, "anew"))
 
 
 @pytest.mark.parametrize("computed", [960, 1152, 1200])

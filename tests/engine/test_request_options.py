@@ -1,11 +1,14 @@
-"""Options of requests that look at prompts, words or adapters: with segments as without.
+"""Options of requests that look at prompts, words or adapters, of sampling, and prompt logprobs: with
+segments as without.
 
-K and V of a model of one attention layer depend on a token alone, so composing is exact.
+K and V of a model of one attention layer depend on a token alone, so composing is exact.  Repetition
+penalties count the whole prompt, of which records hold a part, frequency and presence what was generated.
+Prompt logprobs are given of tokens behind a computed one, others are null.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,20 @@ from oracle import random_segments
 
 from . import tiny_models
 from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, answer_of, prompt, run_apart, same, sampling_params
+from .engines import (
+    PAD,
+    PDEP,
+    SEP,
+    Answer,
+    Ask,
+    Engine,
+    answer_of,
+    distance,
+    metrics,
+    outputs_of,
+    prompt,
+    same,
+)
 from .prompt_processor import FAVOUR, NAME
 
 THINK, THOUGHT = 10, 11
@@ -44,21 +60,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(
-    module_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory, engine_logs: Path
-) -> Iterator[Engine]:
-    path = tmp_path_factory.mktemp("options")
-    run_apart(tiny_models.save, path, "Qwen3", {"num_hidden_layers": 1}, log=engine_logs / "models.log")
-    with module_engine(
-        path,
-        dtype="float32",
-        mended=register_parser,
-        reasoning_parser="words",
-        logits_processors=[NAME],
-        enable_lora=True,
-        max_loras=2,
-    ) as started:
-        yield started
+def engine(module_engine: EngineFactory, one_layer_model: Path) -> Engine:
+    args = {"reasoning_parser": "words", "logits_processors": [NAME], "enable_lora": True, "max_loras": 2}
+    return module_engine(one_layer_model, dtype="float32", mended=register_parser, **args)
 
 
 def register_parser() -> None:
@@ -74,9 +78,8 @@ def register_parser() -> None:
 
 def as_ordinary(engine: Engine, asked: Ask) -> Answer:
     """The answer: that of the ordinary request and of ``full``, whoever computed the records."""
-    params = asked.plain().sampling
-    plain = Ask(asked.plain().tokens, asked.max_tokens, asked.extra, sampling=params)
-    full = Ask(asked.tokens, asked.max_tokens, asked.extra | FULL, sampling=params)
+    plain = replace(asked, tokens=asked.plain().tokens)
+    full = replace(asked, extra=asked.extra | FULL)
     cold, warm, without, computed = engine.ask_one_by_one(asked, asked, plain, full)
     assert warm.cached > 200 and same(computed, without)
     for one in (cold, warm):
@@ -121,13 +124,15 @@ CHOICES = ["w401", "w402"]
 @pytest.mark.parametrize(
     ("first", "query", "reasons"),
     [
-        pytest.param(within(FIRST, 60, THINK, THOUGHT), QUERY, False, id="ended-in-a-record"),
-        pytest.param(within(FIRST, 60, THINK), QUERY, True, id="begun-in-a-record"),
-        pytest.param(within(FIRST, 60, THINK), within(QUERY, 3, THOUGHT), False, id="ended-in-the-query"),
-        pytest.param(within(FIRST, 60, THOUGHT), within(QUERY, 3, THINK), True, id="begun-in-the-query"),
-        pytest.param(
-            within(within(FIRST, 1, THOUGHT), 60, THINK), QUERY, True, id="ended-in-a-seam-begun-in-a-record"
-        ),
+        (within(FIRST, 60, THINK, THOUGHT), QUERY, False),
+        (within(FIRST, 60, THINK), QUERY, True),
+        (within(FIRST, 60, THINK), within(QUERY, 3, THOUGHT), False),
+        (within(FIRST, 60, THOUGHT), within(QUERY, 3, THINK), True),
+        (within(within(FIRST, 1, THOUGHT), 60, THINK), QUERY, True),
+    ],
+    ids=[
+        *("ended-in-a-record", "begun-in-a-record", "ended-in-the-query", "begun-in-the-query"),
+        "ended-in-a-seam-begun-in-a-record",
     ],
 )
 def test_grammars_begin_behind_reasoning(
@@ -159,8 +164,7 @@ def with_adapter(llm: Any, ask: Ask, name: str, folder: str) -> Answer:
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest(name, 1 + ADAPTERS.index(name), f"{folder}/{name}")
-    entry = {"prompt_token_ids": list(ask.tokens)}
-    return answer_of(llm.generate([entry], sampling_params(ask), lora_request=adapter, use_tqdm=False)[0])
+    return answer_of(outputs_of(llm, ask, lora_request=adapter)[0])
 
 
 def test_adapters_have_records_of_their_own(engine: Engine, adapters: Path) -> None:
@@ -178,3 +182,234 @@ def test_adapters_have_records_of_their_own(engine: Engine, adapters: Path) -> N
         found[name] = cold.tokens
     assert len({base.tokens, *found.values()}) == 3
     assert as_ordinary(engine, asked).tokens == base.tokens
+
+
+BOUND = 1e-4
+"""Measured: 1e-5; where the tokens of records are not counted, others are generated."""
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.8},
+    "all": {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+}
+
+
+def sampled(*segments: list[int], **sampling: Any) -> Ask:
+    return Ask(prompt(*segments, lead=LEAD, query=QUERY), 12, sampling={"logprobs": -1, **sampling})
+
+
+@pytest.fixture(scope="module")
+def penalising(module_engine: EngineFactory, one_layer_model: Path) -> Engine:
+    shown = {"max_logprobs": -1, "logprobs_mode": "processed_logprobs"}
+    return module_engine(one_layer_model, dtype="float32", **shown)
+
+
+DRAWN = {"temperature": 0.9, "seed": 7}
+ASKED: dict[str, dict[str, Any]] = {
+    "drawn": DRAWN,
+    "top-k-top-p": DRAWN | {"top_k": 40, "top_p": 0.8},
+    "min-p": DRAWN | {"min_p": 0.05},
+    "several": DRAWN | {"n": 3},
+    "logit-bias": {"logit_bias": {QUERY[0]: 6.0, QUERY[1]: -100.0}},
+    "allowed-tokens": {"allowed_token_ids": [*FIRST[:5], *SECOND[:5]]},
+    "stop-tokens": {"stop_token_ids": FIRST + SECOND},
+    "least-tokens": {"ignore_eos": False, "min_tokens": 5, "stop_token_ids": FIRST + SECOND},
+    "penalties-drawn": DRAWN | PENALTIES["all"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_are_those_of_the_ordinary_request(penalising: Engine, name: str) -> None:
+    asked = sampled(FIRST, SECOND, **ASKED[name])
+    ours, plain, free = penalising.ask_one_by_one(asked, asked.plain(), sampled(FIRST, SECOND))
+    (warm,) = penalising.ask(asked)
+    assert ours.samples == warm.samples == plain.samples
+    assert ours.reasons == warm.reasons == plain.reasons
+    assert ours.samples != free.samples, "it changes nothing"
+
+
+def test_beam_search(penalising: Engine) -> None:
+    composed = sampled(FIRST, SECOND)
+    ours, plain = (penalising.call(beams, one.tokens) for one in (composed, composed.plain()))
+    assert ours == plain and len(set(ours)) == len(ours) == 3
+
+
+def beams(llm: Any, tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What the best beams say behind the prompt ``tokens``."""
+    from vllm.sampling_params import BeamSearchParams
+
+    params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
+    (found,) = llm.beam_search([{"prompt_token_ids": list(tokens)}], params)
+    return [tuple(one.tokens[len(tokens) :]) for one in found.sequences]
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_are_those_of_the_ordinary_request(penalising: Engine, name: str) -> None:
+    composed = sampled(FIRST, SECOND, **PENALTIES[name])
+    ours, plain, free = penalising.ask_one_by_one(composed, composed.plain(), sampled(FIRST, SECOND))
+    (warm,) = penalising.ask(composed)
+    assert warm.cached > 200
+    for one in (ours, warm):
+        assert one.tokens == plain.tokens != free.tokens
+        for a, b in zip(one.logprobs[0], plain.logprobs[0], strict=True):
+            assert max(abs(a[t] - b[t]) for t in a.keys() & b.keys()) <= BOUND
+
+
+def test_a_token_that_only_a_record_holds_is_penalised(penalising: Engine) -> None:
+    """By as much as one of the query: logits above zero are divided, others multiplied."""
+    only = next(t for t in SECOND[20:-20] if t not in {*LEAD, *FIRST, *QUERY, *SECOND[:20], *SECOND[-20:]})
+    free, penalised = penalising.ask_one_by_one(
+        sampled(FIRST, SECOND), sampled(FIRST, SECOND, repetition_penalty=1.8)
+    )
+    without = penalising.ask_one_by_one(
+        sampled(FIRST, [t for t in SECOND if t != only], repetition_penalty=1.8)
+    )[0]
+    assert distance(free, penalised) > 1
+    assert abs(without.first[only] - penalised.first[only]) > 0.1
+
+
+def test_requests_of_a_batch_have_their_own(penalising: Engine) -> None:
+    """Composed and ordinary requests, with penalties and without, which begin and end beside each other."""
+    asks = [
+        replace(asked, max_tokens=length)
+        for length, asked in (
+            (3, sampled(FIRST, SECOND)),
+            (12, sampled(SECOND, FIRST, **PENALTIES["all"])),
+            (5, sampled(FIRST, **PENALTIES["repetition"]).plain()),
+            (9, sampled(SECOND, **PENALTIES["repetition"])),
+            (7, sampled(SECOND).plain()),
+        )
+    ]
+    together, alone = penalising.ask(*asks), penalising.ask_one_by_one(*asks)
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens == other.tokens
+        assert distance(one, other) <= BOUND
+
+
+PROMPT = prompt(FIRST, SECOND, lead=LEAD, query=QUERY)
+SEAM = 8
+LINK = {"hypic_link": f"seam-{SEAM}-{SEAM}"}
+
+Scored = list[dict[int, float] | None]
+
+
+def scored(llm: Any, *asks: Ask) -> list[Scored]:
+    """Prompt logprobs by token, of requests that run together."""
+    outputs = outputs_of(llm, *asks)
+    for ask, output in zip(asks, outputs, strict=True):
+        assert len(output.prompt_logprobs) == len(ask.tokens)
+    # Flat ones have an empty mapping for nothing.
+    return [
+        [{t: one.logprob for t, one in entry.items()} if entry else None for entry in output.prompt_logprobs]
+        for output in outputs
+    ]
+
+
+def to_score(tokens: tuple[int, ...] = PROMPT, most: int = 3, **extra: Any) -> Ask:
+    return Ask(tokens, max_tokens=1, extra=extra, sampling={"prompt_logprobs": most})
+
+
+def given(found: Scored) -> list[int]:
+    return [i for i, entry in enumerate(found) if entry is not None]
+
+
+def runs(*bounds: tuple[int, int]) -> list[int]:
+    return [i for first, stop in bounds for i in range(first, stop)]
+
+
+BEGIN = len(LEAD) + 1
+BETWEEN = BEGIN + len(FIRST) + 1
+END = BETWEEN + len(SECOND) + 1
+COMPUTED = runs(
+    (BEGIN + 1, BEGIN + SEAM),
+    (BETWEEN - SEAM, BETWEEN - 1),
+    (BETWEEN, BETWEEN + SEAM),
+    (END - SEAM, END - 1),
+    (END, END + len(QUERY)),
+)
+"""Indices of the prompt's tokens whose predecessor is in the stream, with windows of :data:`SEAM` tokens."""
+
+
+@pytest.fixture(scope="module")
+def exact(module_engine: EngineFactory, one_layer_model: Path) -> Engine:
+    args = {"max_logprobs": -1, "max_num_batched_tokens": 32}
+    return module_engine(one_layer_model, dtype="float32", **args)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["dicts", "flat"])
+def test_what_is_given_is_what_the_ordinary_request_gets(exact: Engine, flat: bool) -> None:
+    """In prefill chunks of 32 tokens."""
+    asked = to_score(most=-1, **LINK)
+    asked.sampling["flat_logprobs"] = flat
+    cold, warm, plain = (exact.call(scored, one)[0] for one in (asked, asked, asked.plain()))
+    assert cold == warm and given(cold) == COMPUTED
+    logical = [i for i, token in enumerate(PROMPT) if token != SEP]
+    for i in COMPUTED:
+        entry, other = cold[i], plain[logical.index(i)]
+        assert entry and other and entry.keys() == other.keys() and PROMPT[i] in entry
+        assert max(abs(entry[t] - other[t]) for t in entry) < 1e-4
+
+
+def test_full_gives_all_that_the_ordinary_request_gets(hypic: Engine, stock: Engine) -> None:
+    ours = hypic.call(scored, to_score(**FULL))[0]
+    assert given(ours) == [i for i, token in enumerate(PROMPT) if i and token != SEP]
+    assert [ours[0], *(ours[i] for i in given(ours))] == stock.call(scored, to_score().plain())[0]
+
+
+@pytest.mark.parametrize(
+    "extra", [LINK, LINK | {"hypic_islands": "query-20"}, {"hypic_link": "epic-0"}], ids=str
+)
+def test_cold_is_warm(hypic: Engine, extra: dict[str, Any]) -> None:
+    """Records of this request, or of another; beside others, and alone."""
+    asked, other = to_score(**extra), to_score(prompt(SECOND, lead=LEAD, query=FIRST[:30]), **extra)
+    cold = hypic.call(scored, asked)[0]
+    assert hypic.call(scored, asked, asked) == [cold, cold]
+    together = hypic.call(scored, asked, other, asked.plain())
+    assert list(map(given, together)) == [
+        given(cold),
+        given(hypic.call(scored, other)[0]),
+        list(range(1, len(asked.plain().tokens))),
+    ]
+    if "hypic_islands" in extra:
+        assert set(COMPUTED) < set(given(cold)), "no island"
+
+
+def test_padding_and_dependent_tokens(exact: Engine) -> None:
+    """What follows padding has no predecessor; tokens behind PDep have, though no record holds them."""
+    tokens = (*LEAD, SEP, *FIRST, PDEP, *SECOND[:12], SEP, *QUERY, PAD, *QUERY[:3])
+    found = exact.call(scored, to_score(tokens, **LINK))[0]
+    dependent = BEGIN + len(FIRST) + 1
+    query = dependent + 13
+    assert given(found) == runs(
+        (BEGIN + 1, BEGIN + SEAM),
+        (dependent - SEAM, dependent - 1),
+        (dependent, dependent + 12),
+        (query, query + len(QUERY)),
+        (query + len(QUERY) + 2, query + len(QUERY) + 4),
+    )
+
+
+def test_named_segments(exact: Engine) -> None:
+    """The same segments, named in a prompt without separators."""
+    bounds = [len(LEAD), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST + SECOND)]
+    named = Ask(to_score().plain().tokens, 1, LINK | {"hypic_segments": bounds}, sampling=to_score().sampling)
+    marked = exact.call(scored, to_score(**LINK))[0]
+    assert exact.call(scored, named)[0] == [
+        entry for token, entry in zip(PROMPT, marked, strict=True) if token != SEP
+    ]
+
+
+def test_a_prompt_that_only_warms_its_segments_has_nulls(exact: Engine) -> None:
+    assert given(exact.call(scored, to_score((*LEAD, SEP, *FIRST, SEP), **LINK))[0]) == []
+
+
+def test_preempted_requests(tight: Engine) -> None:
+    """More requests than the KV cache holds, in chunks: each is given what it is given alone."""
+    # Streams that need one more block of 256 while they decode.
+    queries = random_segments([2 * 256 - 4 * SEAM - 1 - i % 7 for i in range(12)], vocab=480)
+    asks = [
+        replace(to_score(prompt(FIRST, SECOND, lead=LEAD, query=query), **LINK), max_tokens=12)
+        for query in queries
+    ]
+    alone = [given(tight.call(scored, one)[0]) for one in asks]
+    before = tight.call(metrics)["vllm:num_preemptions"]
+    assert [given(found) for found in tight.call(scored, *asks)] == alone
+    assert tight.call(metrics)["vllm:num_preemptions"] > before

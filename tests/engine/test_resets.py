@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,17 +11,17 @@ import pytest
 import torch
 from oracle.models import random_segments, save_hybrid_model
 
-from .conftest import EngineFactory, lent
+from .conftest import EngineFactory, Saver
 from .engines import (
     Answer,
     Ask,
     Engine,
+    all_same,
     answer_of,
+    begin,
     distance,
     prompt,
-    run_apart,
     same,
-    sampling_params,
     scheduler_of,
     store_of,
 )
@@ -53,11 +52,10 @@ def reset_amid(
     """Reset while one request decodes, a second one's segment is half computed, a third one waits for the
     same segment.  Then weights are scaled by ``factor``, and ``later`` comes."""
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    names, answers = [], {}
+    names, answers = list[str](), {}
 
     def add(one: Ask) -> str:
-        name = f"reset-{len(names)}"
-        names.append(engine.add_request(name, {"prompt_token_ids": list(one.tokens)}, sampling_params(one)))
+        names.append(begin(llm, f"reset-{len(names)}", one))
         return names[-1]
 
     def step_until(met: Any) -> None:
@@ -123,11 +121,6 @@ def _engine(module_engine: EngineFactory, hybrid_model: Any) -> Engine:
     return module_engine(hybrid_model, options=OPTIONS, **ARGS)
 
 
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    yield from lent(_engine)
-
-
 def test_requests_that_live_end_on_their_records_and_later_ones_get_new_ones(engine: Engine) -> None:
     asks = [ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO)]
     alone = engine.ask_one_by_one(*asks)
@@ -160,9 +153,12 @@ def test_after_new_weights_answers_are_those_of_an_engine_that_never_had_others(
         cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     finally:
         engine.call(change_weights, 2.0)
-    for one, other in zip(cold, expected, strict=True):
-        assert same(one, other) and one.cached == other.cached, "a record of the old weights was read"
-    assert all(same(one, other) and one.cached for one, other in zip(warm, expected, strict=True))
+    check_new(cold, warm, expected)
+
+
+def check_new(cold: list[Answer], warm: list[Answer], expected: list[Answer]) -> None:
+    assert all_same(cold, warm, expected), "a record of the old weights was read"
+    assert [a.cached for a in cold] == [a.cached for a in expected] and all(a.cached for a in warm)
 
 
 def reload(llm: Any, model: str) -> None:
@@ -180,13 +176,9 @@ def called(llm: Any, method: str) -> str:
 
 
 def test_records_are_forgotten_where_weights_are_reloaded(
-    engine: Engine,
-    start_engine: EngineFactory,
-    hybrid_model: Path,
-    tmp_path: Path,
-    engine_logs: Path,
+    engine: Engine, start_engine: EngineFactory, hybrid_model: Path, saved: Saver
 ) -> None:
-    other = run_apart(partial(save_hybrid_model, tie=False, seed=5), tmp_path, log=engine_logs / "other.log")
+    other = saved(partial(save_hybrid_model, tie=False, seed=5))
     asks = [ask(ONE, TWO), ask(TWO, LONG)]
     before = engine.ask_one_by_one(*asks)
     expected = start_engine(other, options=OPTIONS, **ARGS).ask_one_by_one(*asks)
@@ -199,12 +191,9 @@ def test_records_are_forgotten_where_weights_are_reloaded(
         assert not engine.call(stored) & old
     finally:
         engine.call(reload, str(hybrid_model))
-    for one, other in zip(cold, expected, strict=True):
-        assert same(one, other) and one.cached == other.cached, "a record of the old weights was read"
-    assert all(same(one, other) and one.cached for one, other in zip(warm, expected, strict=True))
+    check_new(cold, warm, expected)
     assert not engine.call(resident)
-    again = engine.ask_one_by_one(*asks)
-    assert all(same(one, other) for one, other in zip(again, before, strict=True)), "the old weights are back"
+    assert all_same(engine.ask_one_by_one(*asks), before), "the old weights are back"
 
 
 def test_calls_of_workers_that_may_change_weights(engine: Engine) -> None:

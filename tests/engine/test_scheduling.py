@@ -9,12 +9,23 @@ import numpy as np
 import pytest
 from oracle.models import random_segments
 
-from .engines import Ask, Engine, answer_of, distance, drain, prompt, sampling_params, scheduler_of, worker_of
+from .engines import (
+    Ask,
+    Engine,
+    answer_of,
+    begin,
+    distance,
+    drain,
+    prompt,
+    run_to_end,
+    same,
+    scheduler_of,
+    worker_of,
+)
 
 A, B, C, D = random_segments([200, 300, 250, 280], seed=31)
 (QUERY,) = random_segments([40], seed=32)
-(LONG,) = random_segments([700], seed=33)
-(HUGE,) = random_segments([1000], seed=34)
+(LONG,), (HUGE,) = random_segments([700], seed=33), random_segments([1000], seed=34)
 
 
 @dataclass(frozen=True)
@@ -90,15 +101,12 @@ def test_samples_of_one_request_share_its_records(hypic: Engine) -> None:
 
 @pytest.mark.parametrize("kind", ["tight", "overlapped"])
 @pytest.mark.parametrize("where", ["leading", "interior"])
-def test_chunked_segments_have_the_records_of_whole_ones(
-    hypic: Engine, where: str, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_chunked_segments_have_the_records_of_whole_ones(hypic: Engine, where: str, chosen: Engine) -> None:
     """The small engines prefill 256 tokens at a time, ``hypic`` whole segments.  Another request takes a few
     of these, so that chunks end inside blocks: stock does not let them where it caches prefixes."""
-    small: Engine = request.getfixturevalue(kind)
     ask = composed(LONG) if where == "interior" else composed(A, lead=LONG)
-    (whole,), (_, chunked) = hypic.ask(ask), small.ask(Ask(tuple(B[:100]), 3), ask)
-    one, other = hypic.call(records), small.call(records)
+    (whole,), (_, chunked) = hypic.ask(ask), chosen.ask(Ask(tuple(B[:100]), 3), ask)
+    one, other = hypic.call(records), chosen.call(records)
     assert one.keys() == other.keys() and one
     for key in one:
         for name, expected in one[key].items():
@@ -114,8 +122,7 @@ def test_chunked_segments_have_the_records_of_whole_ones(
 
 def steps(llm: Any, ask: Ask) -> list[tuple[int, int]]:
     """Run ``ask``; (tokens of segment requests, other tokens) of every step that had work."""
-    scheduler, engine = scheduler_of(llm), llm.llm_engine
-    found = []
+    scheduler, found = scheduler_of(llm), []
 
     def watch(*args: Any, **kwargs: Any) -> Any:
         output = type(scheduler).schedule(scheduler, *args, **kwargs)
@@ -127,9 +134,8 @@ def steps(llm: Any, ask: Ask) -> list[tuple[int, int]]:
 
     scheduler.schedule = watch
     try:
-        engine.add_request("watched", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
-        while not any(output.finished for output in engine.step()):
-            pass
+        begin(llm, "watched", ask)
+        run_to_end(llm, "watched")
     finally:
         del scheduler.schedule
     return found
@@ -145,12 +151,11 @@ def test_cold_request_takes_two_steps(hypic: Engine) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tight", "overlapped"])
-def test_segments_beyond_the_budget_waste_no_step(kind: str, request: pytest.FixtureRequest) -> None:
+def test_segments_beyond_the_budget_waste_no_step(chosen: Engine) -> None:
     """Every step but the last is full, and the stream follows at once."""
-    engine: Engine = request.getfixturevalue(kind)
     ask = composed(LONG, A, max_tokens=1)
     whole, rest = divmod(sum(len(s) - 8 for s in (LONG, A)), 256)
-    assert engine.call(steps, ask) == [(256, 0)] * whole + [(rest, 0), (0, 2 * 16 + len(QUERY))]
+    assert chosen.call(steps, ask) == [(256, 0)] * whole + [(rest, 0), (0, 2 * 16 + len(QUERY))]
 
 
 def cached_blocks(llm: Any) -> int:
@@ -200,19 +205,12 @@ def test_least_recently_used_records_go_first_and_come_back_bit_by_bit(tight: En
         assert np.array_equal(tensor, first[b][name]), f"{name} changed when B was computed again"
 
 
-def test_reset_empties_the_pool(hypic: Engine) -> None:
-    hypic.ask(composed(A, B))
-    assert hypic.call(pool).used_pages
-    hypic.reset()
-    assert hypic.call(pool).keys == [] and hypic.call(pool).used_pages == 0
-
-
 def kill_segment(llm: Any, ask: Ask, times: int) -> tuple[Any, int]:
     """Start ``ask``; end its segment request in mid-prefill, ``times`` times; returns (answer, kills)."""
     from vllm.v1.request import RequestStatus
 
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    engine.add_request("killed", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    begin(llm, "killed", ask)
     kills, answer = 0, None
     for _ in range(300):
         for output in engine.step():
@@ -242,70 +240,60 @@ def test_killed_segment_request_is_started_again(tight: Engine) -> None:
 
 def start_and_reset(llm: Any, ask: Ask) -> Any:
     """Reset the pool while a request holds records; returns its answer."""
-    engine = llm.llm_engine
-    engine.add_request("held", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
+    begin(llm, "held", ask)
     for _ in range(3):
-        engine.step()
+        llm.llm_engine.step()
     assert scheduler_of(llm).reset_connector_cache()
-    answer = None
-    while answer is None:
-        answer = next((answer_of(o) for o in engine.step() if o.finished), None)
-    return answer
+    return answer_of(run_to_end(llm, "held"))
 
 
-def test_reset_leaves_records_that_requests_hold(hypic: Engine) -> None:
+def test_reset_empties_the_pool_but_for_records_that_requests_hold(hypic: Engine) -> None:
     ask = composed(A, B)
     (expected,) = hypic.ask(ask)
+    assert hypic.call(pool).used_pages
+    hypic.reset()
+    assert hypic.call(pool).keys == [] and hypic.call(pool).used_pages == 0
+    (again,) = hypic.ask(ask)
+    assert same(again, expected)
     answer = hypic.call(start_and_reset, ask)
     assert answer.logprobs == expected.logprobs
     assert not hypic.call(pool).used_pages, "nobody can find them any more"
 
 
-def abandon_and_kill(llm: Any, ask: Ask) -> bool:
-    """End a segment request in mid-prefill after its only client has left; returns whether it was there."""
+def abandon(llm: Any, ask: Ask, kill: bool) -> bool:
+    """The only client leaves; then the segment request may be ended in mid-prefill.  Returns whether it was
+    there."""
     from vllm.v1.request import RequestStatus
 
-    engine, scheduler = llm.llm_engine, scheduler_of(llm)
-    name = engine.add_request("abandoned", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
-    engine.step()
-    engine.abort_request([name], internal=True)
+    scheduler, name = scheduler_of(llm), begin(llm, "abandoned", ask)
+    llm.llm_engine.step()
+    llm.llm_engine.abort_request([name], internal=True)
     under_way = [r for r in scheduler.running if scheduler.hypic.is_internal(r.request_id)]
-    for request in under_way:
+    for request in under_way if kill else ():
         scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
     drain(llm)
     return bool(under_way)
 
 
 def test_half_computed_record_that_nobody_wants_is_freed(tight: Engine) -> None:
-    assert tight.call(abandon_and_kill, composed(LONG))
+    assert tight.call(abandon, composed(LONG), True)
     left = tight.call(pool)
     assert left.keys == [] and left.used_pages == 0
 
 
 def test_segment_of_a_client_that_left_is_kept_for_the_next(tight: Engine) -> None:
-    tight.call(abandon, composed(LONG))
+    tight.call(abandon, composed(LONG), False)
     jobs = tight.call(pool).jobs
     (answer,) = tight.ask(composed(LONG))
     assert answer.cached == len(LONG) - 16 and tight.call(pool).jobs == jobs
 
 
-def abandon(llm: Any, ask: Ask) -> None:
-    engine = llm.llm_engine
-    name = engine.add_request("abandoned", {"prompt_token_ids": list(ask.tokens)}, sampling_params(ask))
-    engine.step()
-    engine.abort_request([name], internal=True)
-    drain(llm)
-
-
 @pytest.mark.parametrize("kind", ["hypic", "overlapped"])
-def test_warm_up_prompt_computes_records_and_generates_nothing(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
-    engine: Engine = request.getfixturevalue(kind)
+def test_warm_up_prompt_computes_records_and_generates_nothing(chosen: Engine) -> None:
     ask = Ask((*prompt(A, query=[]), *prompt(B, query=[])))
     for _ in range(2):  # cold, then with every record there: nothing at all to compute
-        (warm,) = engine.ask(ask)
+        (warm,) = chosen.ask(ask)
         assert warm.samples == ((),) and warm.reasons == ("stop",)
-        assert len(engine.call(pool).keys) == 2
-    (answer,) = engine.ask(composed(B, A))
+        assert len(chosen.call(pool).keys) == 2
+    (answer,) = chosen.ask(composed(B, A))
     assert answer.cached == len(A) + len(B) - 32

@@ -1,17 +1,33 @@
-"""Records that come back from a tier: bit for bit those of the pool, however requests meet them."""
+"""Records that come back from a tier of any kind: bit for bit the pool's, however requests meet them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from oracle.models import random_segments
 
-from .conftest import EngineFactory, lent
-from .engines import Ask, Engine, audit, prompt, same, scheduler_of, store_of
+from benchmarks.services import LMCacheServer, RedisServer
+
+from .conftest import EngineFactory
+from .engines import (
+    FIRST_WORD,
+    Answer,
+    Ask,
+    Engine,
+    all_same,
+    audit,
+    begin,
+    plan_of,
+    prompt,
+    same,
+    scheduler_of,
+    store_of,
+)
 from .staged_copies import staged
 
 LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
@@ -35,6 +51,17 @@ def empty_pool(llm: Any) -> None:
     assert not len(scheduler_of(llm).hypic.directory)
 
 
+def cold_warm_and_loaded(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+    """Answers that are the same cold, warm, and from records of a tier, bit for bit."""
+    cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
+    made = engine.call(computed)
+    engine.call(empty_pool)
+    loaded = engine.ask_one_by_one(*asks)
+    assert engine.call(computed) == made, "a segment was computed again"
+    assert all_same(cold, warm, loaded)
+    return cold
+
+
 def tier_counts(llm: Any, tier: str) -> dict[str, Any]:
     """The tier's statistics now, and the engine's count of computed segments."""
     stats = vars(store_of(llm).stats().tiers[tier])
@@ -49,20 +76,20 @@ def stored(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"store": {"tiers": list(tiers), **options}}
 
 
+def on_disk(path: Path) -> dict[str, Any]:
+    """A disk tier."""
+    return {"type": "disk", "path": str(path), "bytes": 64 << 20}
+
+
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {"type": "disk", "path": str(tmp_path_factory.mktemp("disk")), "bytes": 64 << 20}
+    return on_disk(tmp_path_factory.mktemp("disk"))
 
 
 @pytest.fixture(scope="module")
 def _engine(module_engine: EngineFactory, hybrid_model: Path, disk: dict[str, Any]) -> Engine:
+    """An engine with a memory tier above a disk tier."""
     return module_engine(hybrid_model, options=stored(MEMORY, disk))
-
-
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    """An engine with a memory tier above a disk tier; pool, tiers and prefix cache empty."""
-    yield from lent(_engine)
 
 
 def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
@@ -74,7 +101,7 @@ def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
     before = engine.call(tier_counts, "memory")
     assert before["stored"] >= RECORDS and before["objects"] == RECORDS
     (loaded,) = engine.ask(ask())
-    assert same(cold, warm) and same(cold, loaded)
+    assert same(cold, warm, loaded)
     assert loaded.cached == warm.cached == RECORDED
     assert engine.call(computed) == made, "a segment was computed again"
     assert engine.call(tier_counts, "memory")["hits"] == before["hits"] + RECORDS
@@ -205,9 +232,7 @@ def test_damaged_records_are_computed_again(engine: Engine, disk: dict[str, Any]
 
 def start_and_abort(llm: Any, asked: Ask) -> None:
     """A request that is aborted while its records are on their way."""
-    from .engines import sampling_params
-
-    llm.llm_engine.add_request("aborted", {"prompt_token_ids": list(asked.tokens)}, sampling_params(asked))
+    begin(llm, "aborted", asked)
     llm.llm_engine.step()
     llm.llm_engine.abort_request(["aborted"])
 
@@ -238,11 +263,8 @@ def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
 
 def interior_key(llm: Any) -> Any:
     """As users know it: by its key in the first generation."""
-    side = scheduler_of(llm).hypic
-    from vllm_hypic.connector.scheduler.planning import PlanRequest
-
-    plan = side.planner.plan(PlanRequest(list(prompt(ONE, query=QUESTION, lead=LEAD)), None, None, None))
-    return side.namespace.renamed(plan.segments[1].key)
+    plan = plan_of(llm, prompt(ONE, query=QUESTION, lead=LEAD))
+    return scheduler_of(llm).hypic.namespace.renamed(plan.segments[1].key)
 
 
 def drop_interior(llm: Any) -> None:
@@ -265,7 +287,7 @@ def pin_interior(llm: Any) -> None:
 def test_records_survive_a_restart_on_disk(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
-    options = stored({"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"})
+    options = stored(on_disk(tmp_path / "records"))
     first = start_engine(hybrid_model, options=options)
     (cold,) = first.ask(ask())
     first.call(empty_pool)
@@ -296,7 +318,7 @@ def unhang(llm: Any) -> None:
 def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
-    options = stored({"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}, deadline_s=1.0)
+    options = stored(on_disk(tmp_path / "records"), deadline_s=1.0)
     engine = start_engine(hybrid_model, options=options)
     (cold,) = engine.ask(ask())
     engine.call(empty_pool)
@@ -307,3 +329,70 @@ def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
     assert counts["timeouts"] >= 1 and not counts["up"]
     engine.call(unhang)
     assert engine.call(audit).clean
+
+
+@pytest.fixture(params=["memory", "disk", "redis", "lmcache", "lmcache-disk", "lmcache-server"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with ExitStack() as services:
+        match request.param:
+            case "memory":
+                yield {"type": "memory", "bytes": "64MiB"}
+            case "disk":
+                yield {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
+            case "redis":
+                yield {"type": "redis", "url": services.enter_context(RedisServer(tmp_path)).url}
+            case "lmcache":
+                yield {"type": "lmcache", "l1_bytes": "128MiB"}
+            case "lmcache-disk":
+                adapter = {"type": "fs_native", "base_path": str(tmp_path / "l2")}
+                yield {"type": "lmcache", "l1_bytes": "128MiB", "l2": [adapter]}
+            case "lmcache-server":
+                yield {"type": "lmcache", "url": services.enter_context(LMCacheServer(tmp_path)).url}
+
+
+@pytest.mark.fast("redis", "lmcache", "lmcache-server")
+def test_answers_from_a_tier_equal_the_pools(
+    tier: dict[str, Any], start_engine: EngineFactory, hybrid_model: Path
+) -> None:
+    engine = start_engine(hybrid_model, options=stored(tier))
+    (cold,) = engine.ask(ask())
+    (warm,) = engine.ask(ask())
+    assert cold.cached == 0 and warm.cached == RECORDED
+    engine.call(empty_pool)
+    made = engine.call(computed)
+    (loaded,) = engine.ask(ask())
+    counts = engine.call(tier_counts, tier["type"])
+    assert engine.call(computed) == made, f"segments were computed again: {counts}"
+    assert same(cold, warm, loaded) and loaded.cached == RECORDED
+    assert counts["hits"] == RECORDS and not counts["corrupt"] and not counts["errors"]
+    engine.reset()
+    (emptied,) = engine.ask(ask())
+    assert emptied.cached == 0, "a record outlived the reset"
+    assert engine.call(audit).clean
+
+
+WORDS = tuple(f"w{FIRST_WORD + 7 * i % 400}" for i in range(90))
+
+
+@pytest.mark.slow
+def test_records_behind_another_text_are_misses(
+    start_engine: EngineFactory, attention_model: Path, tmp_path: Path
+) -> None:
+    """One path, whose content changes between three starts of one disk tier."""
+    text = tmp_path / "context.txt"
+
+    def served(words: tuple[str, ...], disk: str = "disk") -> tuple[Answer, int]:
+        text.write_text(" ".join(words))
+        options = {"context": "text", "context_file": str(text), **stored(on_disk(tmp_path / disk))}
+        with start_engine(attention_model, options=options) as engine:
+            (answer,) = engine.ask(ask())
+            engine.call(empty_pool)
+            return answer, engine.call(computed)
+
+    old, made = served(WORDS)
+    again, loaded = served(WORDS)
+    assert same(old, again) and again.cached == RECORDED and loaded == 0
+    new, anew = served(WORDS[::-1])
+    assert new.cached < RECORDED and anew >= made - 1, "what saw the old text was not read"
+    without, _ = served(WORDS[::-1], "another")
+    assert same(new, without) and not same(new, old)

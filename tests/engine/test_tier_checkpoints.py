@@ -25,31 +25,27 @@ from .engines import (
     Ask,
     Engine,
     EngineError,
+    all_same,
     audit,
-    distance,
     generate,
+    largest_distance,
     metrics,
     prompt,
     same,
     store_of,
 )
+from .test_checkpoints import RESUMED
+from .test_prefix_passes import OPTIONS as SPARSE
+from .test_prefix_passes import PAGE
+from .test_store import on_disk, stored
 
-PAGE = 16
-OPTIONS = {
-    "prefix": "sparse",
-    "page_tokens": PAGE,
-    "checkpoint_tokens": 64,
-    "context": "none",
-    "islands": "none",
-    "seam_tokens": 8,
-}
+OPTIONS = SPARSE | {"checkpoint_tokens": 64, "seam_tokens": 8}
 SYSTEM, LOST, DOCUMENT, QUERY, *PARTS = random_segments(
     [70, 150, 300, 12, 150, 133, 90, 61, 77, 85, 66], vocab=480, seed=31
 )
 ROUNDING = 0.3
 """Of logprobs, in bfloat16: of K that is rotated back and forth, and of passes that end elsewhere.  Other
 prompts are 10 apart."""
-RESUMED = "vllm:hypic_tokens_resumed"
 
 
 def _grown(first: list[int]) -> list[list[int]]:
@@ -85,14 +81,11 @@ class Restarted:
     sizes: list[float]
     """Bytes that were stored for each of ``BEFORE``."""
     before: list[Answer]
-    lost: Answer
-    """To a turn whose predecessor's record rests on a file that is gone."""
-    former: Answer
-    """To ``FORMER``, whose record was of another version of the format."""
     foreign: int
-    """Such records found."""
-    third: Answer
-    """To the third of prompts that part, two of which came before the restart."""
+    """Records found of another version of the format: that of ``FORMER``."""
+    alone: dict[str, Answer]
+    """By case: to a turn whose predecessor's record rests on a file that is gone; to ``FORMER``; and to the
+    third of prompts that part, two of which came before the restart."""
 
 
 def as_version(version: int, file: Path) -> None:
@@ -118,39 +111,38 @@ def written(llm: Any) -> float:
     return bytes_written
 
 
+def files_of(engine: Engine, folder: Path, asked: Ask) -> set[Path]:
+    """The files that a request adds."""
+    others = set(folder.rglob("*.hypic"))
+    engine.ask(asked)
+    engine.call(written)
+    return set(folder.rglob("*.hypic")) - others
+
+
 def foreign(llm: Any) -> int:
     count: int = store_of(llm).stats().tiers["disk"].corrupt
     return count
 
 
-@pytest.fixture(scope="module", params=["hybrid", "attention"])
+@pytest.fixture(scope="module")
 def restarted(
-    request: pytest.FixtureRequest, module_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory
+    model: Path, module_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarted]:
-    model, folder = request.getfixturevalue(f"{request.param}_model"), tmp_path_factory.mktemp("disk")
-    tier = {"type": "disk", "path": str(folder), "bytes": 64 << 20}
+    folder = tmp_path_factory.mktemp("disk")
     arguments: dict[str, Any] = {"max_logprobs": -1, "disable_log_stats": False}
-    arguments["options"] = OPTIONS | {"store": {"tiers": [tier]}}
+    arguments["options"] = OPTIONS | stored(on_disk(folder))
     with module_engine(model, **arguments) as engine:
         answers, sizes, seen = [], [], 0.0
         for asked in BEFORE:
             answers += engine.ask(asked)
             sizes.append(engine.call(written) - seen)
             seen += sizes[-1]
-        others = set(folder.rglob("*.hypic"))
-        engine.ask(plain(LOST_TURNS[0], salt="lost"))
-        engine.call(written)
-        (base,) = set(folder.rglob("*.hypic")) - others
-        engine.ask(plain(LOST_TURNS[1], salt="lost"))
-        engine.call(written)
+        [base] = files_of(engine, folder, plain(LOST_TURNS[0], salt="lost"))
+        files_of(engine, folder, plain(LOST_TURNS[1], salt="lost"))
         base.unlink()
         for fork in FORKS[:2]:
-            engine.ask(plain(fork, salt="kept"))
-        engine.call(written)
-        others = set(folder.rglob("*.hypic"))
-        engine.ask(FORMER)
-        engine.call(written)
-        (former,) = set(folder.rglob("*.hypic")) - others
+            files_of(engine, folder, plain(fork, salt="kept"))
+        [former] = files_of(engine, folder, FORMER)
         as_version(VERSION - 1, former)
     with module_engine(model, **arguments) as engine:
         (turn,), found = engine.ask(plain(LOST_TURNS[2], salt="lost")), engine.call(foreign)
@@ -159,7 +151,8 @@ def restarted(
         (third,) = engine.ask(plain(FORKS[2], salt="kept"))
         assert engine.call(written)
         assert version_of(former) == VERSION, "it is stored anew"
-        yield Restarted(engine, sizes, answers, turn, again, found, third)
+        alone = dict(zip(ALONE, (turn, again, third), strict=True))
+        yield Restarted(engine, sizes, answers, found, alone)
         assert engine.call(audit).clean
 
 
@@ -181,7 +174,7 @@ def test_what_was_cached_is_cached(restarted: Restarted) -> None:
     engine.reset()
     never_restarted = [engine.ask(asked)[0] for asked in (*BEFORE, *AFTER, *AFTER)]
     found = (*restarted.before, turn, grown, fork, *again)
-    assert all(same(*pair) for pair in zip(found, never_restarted, strict=True))
+    assert all_same(found, never_restarted)
 
 
 def weight(restarted: Restarted) -> tuple[float, float]:
@@ -210,25 +203,22 @@ def test_what_shares_less_than_states_weigh_is_stored_whole(restarted: Restarted
     assert (grown == whole) == (states > pages(SYSTEM) * token), (grown, whole)
 
 
-def test_without_what_it_rests_on_a_record_is_computed(restarted: Restarted) -> None:
-    engine, found = restarted.engine, restarted.lost
-    assert found.cached == 0, "the first turn's file is gone, and the second rests on it"
-    engine.reset()
-    assert same(engine.ask(plain(LOST_TURNS[2], salt="lost"))[0], found)
+LOST_TURN = plain(LOST_TURNS[2], salt="lost")
+ALONE = {
+    # The first turn's file is gone, and the second rests on it.
+    "without-what-it-rests-on": ([LOST_TURN], 0),
+    "of-another-version": ([FORMER], 0),
+    # Nobody had gone on from there.
+    "where-two-have-parted": ([plain(fork, salt="kept") for fork in FORKS[:3]], 70 // PAGE * PAGE),
+}
 
 
-def test_a_record_of_another_version_is_a_miss(restarted: Restarted) -> None:
-    engine, found = restarted.engine, restarted.former
-    assert found.cached == 0 and restarted.foreign == 1
-    engine.reset()
-    assert same(engine.ask(FORMER)[0], found)
-
-
-def test_where_two_have_parted_is_stored_for_the_third(restarted: Restarted) -> None:
-    engine, found = restarted.engine, restarted.third
-    assert found.cached == 70 // PAGE * PAGE, "nobody had gone on from there"
-    engine.reset()
-    assert same([engine.ask(plain(fork, salt="kept"))[0] for fork in FORKS[:3]][2], found)
+@pytest.mark.parametrize("case", ALONE)
+def test_what_the_restart_left_is_what_a_new_engine_has(restarted: Restarted, case: str) -> None:
+    (asks, cached), found = ALONE[case], restarted.alone[case]
+    assert found.cached == cached and restarted.foreign == 1
+    restarted.engine.reset()
+    assert same(restarted.engine.ask_one_by_one(*asks)[-1], found)
 
 
 def die_behind_one_object(llm: Any) -> None:
@@ -252,9 +242,7 @@ def asked_and_written(llm: Any, asked: Ask) -> None:
 def test_a_crash_between_a_record_and_its_checkpoint(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
-    tier = {"type": "disk", "path": str(tmp_path), "bytes": 64 << 20}
-    arguments: dict[str, Any] = {"max_logprobs": -1}
-    arguments["options"] = OPTIONS | {"store": {"tiers": [tier]}}
+    arguments: dict[str, Any] = {"max_logprobs": -1, "options": OPTIONS | stored(on_disk(tmp_path))}
     with start_engine(hybrid_model, **arguments) as engine:
         engine.ask(plain(FORKS[0]))
         engine.call(written)
@@ -275,4 +263,4 @@ def test_a_crash_between_a_record_and_its_checkpoint(
         assert not list((tmp_path / "partial").iterdir())
         engine.reset()
         fresh = [engine.ask(plain(fork))[0] for fork in forks]
-        assert all(distance(*pair) < ROUNDING for pair in zip(found, fresh, strict=True))
+        assert largest_distance(found, fresh) < ROUNDING

@@ -6,7 +6,7 @@ from typing import Any
 
 from oracle.models import random_segments
 
-from .engines import Answer, Ask, Engine, distance, prompt, same, scheduler_of
+from .engines import Answer, Ask, Engine, distance, plan_of, prompt, same, scheduler_of
 
 BLOCK = 256
 """Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
@@ -20,9 +20,8 @@ def first_turn(**changes: Any) -> Ask:
     return Ask(prompt(ONE, TWO, query=QUESTION, lead=LEAD), **({"max_tokens": 24} | changes))
 
 
-def second_turn(first: Answer, **changes: Any) -> Ask:
-    query = [*QUESTION, *first.tokens, *MORE]
-    return Ask(prompt(ONE, TWO, query=query, lead=LEAD), **({"max_tokens": 24} | changes))
+def second_turn(first: Answer) -> Ask:
+    return Ask(prompt(ONE, TWO, query=[*QUESTION, *first.tokens, *MORE], lead=LEAD), 24)
 
 
 def forget_streams(llm: Any) -> None:
@@ -37,10 +36,7 @@ def record_keys(llm: Any) -> set[str]:
 
 def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
     """The tokens that vLLM computes for a composed request."""
-    from vllm_hypic.connector.scheduler.planning import PlanRequest
-
-    plan = scheduler_of(llm).hypic.planner.plan(PlanRequest(list(ask.tokens), None, ask.salt, None))
-    return tuple(plan.stream)
+    return tuple(plan_of(llm, ask.tokens, salt=ask.salt).stream)
 
 
 def stock_ignores_how_many_rows(hypic: Engine) -> bool:
@@ -124,8 +120,7 @@ def test_link_methods_with_equal_streams_do_not_share_them(hypic: Engine) -> Non
 
 def test_opting_out_shares_the_ordinary_prefix_cache(hypic: Engine) -> None:
     """``full`` computes everything exactly: the same KV as the prompt without separators."""
-    (plain,) = hypic.ask(first_turn().plain())
-    (full,) = hypic.ask(first_turn(extra={"hypic_link": "full"}))
-    length = len(first_turn().plain().tokens)
-    assert full.cached == length // BLOCK * BLOCK
+    asked = first_turn(extra={"hypic_link": "full"})
+    plain, full = hypic.ask_one_by_one(asked.plain(), asked)
+    assert full.cached == len(asked.plain().tokens) // BLOCK * BLOCK
     assert full.tokens == plain.tokens

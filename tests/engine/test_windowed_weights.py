@@ -13,7 +13,7 @@ from oracle import Oracle
 from transformers import AutoTokenizer, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from .conftest import EngineFactory
-from .engines import Ask, Engine, run_apart, same
+from .engines import Ask, Engine, all_same, run_apart
 from .test_oracle_agreement import Distance, distance
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -66,13 +66,8 @@ def composed(parts: list[list[int]], separator: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(every: int, module_engine: EngineFactory, smollm2: Path) -> Iterator[Engine]:
-    with module_engine(
-        smollm2,
-        options=OPTIONS,
-        dtype="float32",
-        max_logprobs=-1,
-        hf_overrides=windows(every, WINDOW),
-    ) as started:
+    args = {"dtype": "float32", "max_logprobs": -1, "hf_overrides": windows(every, WINDOW)}
+    with module_engine(smollm2, options=OPTIONS, **args) as started:
         yield started
 
 
@@ -145,6 +140,5 @@ def test_a_window_that_holds_the_prompt_changes_no_bit(
     for overrides in ({}, windows(every, WIDE)):
         with module_engine(smollm2, options=OPTIONS, dtype="float32", hf_overrides=overrides) as started:
             found.append([started.ask(ask)[0] for ask in (*asks, asks[-1])])
-    for full, wide in zip(*found, strict=True):
-        assert same(full, wide)
+    assert all_same(*found)
     assert found[1][2].cached > 0

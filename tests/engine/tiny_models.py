@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from vllm_hypic.harness import random_models
 
+Weights = dict[str, torch.Tensor]
+PT = {"format": "pt"}
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -60,12 +66,28 @@ def save(
     return path
 
 
+@contextmanager
+def weights_of(path: Path, dtype: torch.dtype | None = None) -> Iterator[Weights]:
+    """A model's weights, which are saved as they are afterwards; in ``dtype`` meanwhile in float32."""
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    if dtype is not None:
+        weights = {name: weight.float() for name, weight in weights.items()}
+    yield weights
+    stored = {n: w.contiguous() if dtype is None else w.to(dtype).contiguous() for n, w in weights.items()}
+    save_file(stored, file, metadata=PT)
+
+
+@contextmanager
+def config_of(path: Path) -> Iterator[dict[str, Any]]:
+    """A model's configuration, which is saved as it is afterwards."""
+    config = json.loads((path / "config.json").read_text())
+    yield config
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def save_adapter(path: Path, seed: int, rank: int = 8) -> None:
     """Save a random LoRA adapter of the projections of a one-layer attention model of :data:`SMALL`."""
-    import json
-
-    from safetensors.torch import save_file
-
     rng = torch.Generator().manual_seed(seed)
     hidden, head = SMALL["hidden_size"], SMALL["head_dim"]
     sizes = {"q_proj": SMALL["num_attention_heads"], "k_proj": 2, "v_proj": SMALL["num_key_value_heads"]}

@@ -72,13 +72,10 @@ def test_text_usage_and_reason(answers):
     assert body == {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
 
 
-def test_chats_have_deltas(answers):
+def test_chats_have_deltas_and_without_text_the_first_token_is_the_end(answers):
     url, _ = answers([event([{"delta": {"role": "x"}}]), event([{"delta": {"content": "hi"}}]), DONE])
     answer = ask(url, "/v1/chat/completions", {"messages": []})
     assert answer.text == "hi" and answer.prompt_tokens == answer.cached_tokens == 0
-
-
-def test_without_text_the_first_token_is_the_end(answers):
     url, _ = answers([event([{"text": ""}]), DONE])
     answer = ask(url, "/v1/completions", {})
     assert answer.text == "" and answer.first_token_s == answer.total_s
@@ -90,10 +87,8 @@ def test_a_reply_has_its_logprobs_and_the_routers_breakdown(answers):
     reply = completion(url, {"prompt": [1, 2]})
     assert reply.tokens == ("token_id:3", "token_id:4")
     assert reply.logprobs == ((("a", -0.5), ("b", -1.0)), (("a", -0.25),))
-    assert reply.breakdown is not None and (reply.breakdown.plan_s, reply.breakdown.reason) == (
-        0.5,
-        "no_gain",
-    )
+    assert reply.breakdown is not None
+    assert (reply.breakdown.plan_s, reply.breakdown.reason) == (0.5, "no_gain")
     assert reply.same_as(completion(url, {"prompt": [1, 2]}))
     sent = asked[0]
     assert sent["headers"]["x-hypic-breakdown"] == "1"
@@ -102,32 +97,27 @@ def test_a_reply_has_its_logprobs_and_the_routers_breakdown(answers):
     assert not reply.same_as(completion(other, {"prompt": [1, 2]}))
 
 
+SENDS = {"ask": lambda url: ask(url, "/v1/completions", {}), "completion": lambda url: completion(url, {})}
+TOLD = event([told("t", a=-0.5)])
+
+
+@pytest.mark.parametrize("send", SENDS)
 @pytest.mark.parametrize(
-    "send", [lambda url: ask(url, "/v1/completions", {}), lambda url: completion(url, {})]
-)
-@pytest.mark.parametrize(
-    ("script", "says"),
+    ("script", "status", "error", "says"),
     [
-        ([event([told("t", a=-0.5)])], "before \\[DONE\\]"),
-        ([event([told("t", a=-0.5)]), {"error": "engine died"}, DONE], "broke off: engine died"),
+        ([TOLD], 200, httpx.RemoteProtocolError, "before \\[DONE\\]"),
+        ([TOLD, {"error": "engine died"}, DONE], 200, httpx.RemoteProtocolError, "broke off: engine died"),
+        ([], 400, httpx.HTTPStatusError, "not today"),
     ],
+    ids=["ends", "breaks-off", "is-refused"],
 )
-def test_an_answer_that_breaks_off_is_none(answers, send, script, says):
-    url, _ = answers(script)
-    with pytest.raises(httpx.RemoteProtocolError, match=says):
-        send(url)
+def test_an_answer_that_breaks_off_is_none(answers, send, script, status, error, says):
+    url, _ = answers(script, status=status)
+    with pytest.raises(error, match=says):
+        SENDS[send](url)
 
 
 def test_a_reply_without_tokens_is_none(answers):
     url, _ = answers([event([]), DONE])
     with pytest.raises(httpx.RemoteProtocolError, match="no tokens"):
         completion(url, {})
-
-
-@pytest.mark.parametrize(
-    "send", [lambda url: ask(url, "/v1/completions", {}), lambda url: completion(url, {})]
-)
-def test_a_refusal_is_an_error_with_the_servers_words(answers, send):
-    url, _ = answers([], status=400)
-    with pytest.raises(httpx.HTTPStatusError, match="not today"):
-        send(url)

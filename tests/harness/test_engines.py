@@ -22,7 +22,8 @@ from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.sizes import SIZES, random_model
 
 pytestmark = pytest.mark.engine
-TINY = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25", "--repeats", "2")
+ONCE = ("--size", "tiny", "--threads", "1", "--eager", "--kv-gib", "0.25")
+TINY = (*ONCE, "--repeats", "2")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,9 +47,8 @@ def measured(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_ttft_segments(tmp_path: Path) -> None:
     plot = tmp_path / "plot.png"
-    report = measured(
-        tmp_path, "ttft-segments", *TINY, "--segments", "1,3", "--tokens", "96", "--plot", str(plot)
-    )
+    options = (*TINY, "--segments", "1,3", "--tokens", "96", "--plot", str(plot))
+    report = measured(tmp_path, "ttft-segments", *options)
     assert report["gate"]["cold_equals_warm"] is True
     engines = report["results"]["engines"]
     assert engines["stock"]["prefix_caching"] and not engines["stock"]["compiled"]
@@ -66,8 +66,7 @@ def test_ttft_segments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
-    options = [o for o in TINY if o not in ("--repeats", "2")]
-    report = measured(tmp_path, "memory", *options, "--requests", "4", "--segments", "2", "--tokens", "600")
+    report = measured(tmp_path, "memory", *ONCE, "--requests", "4", "--segments", "2", "--tokens", "600")
     crowds = report["results"]["crowds"]
     assert crowds["stock"]["usage"]["running"] == crowds["hypic"]["usage"]["running"] == 4
     assert crowds["hypic"]["usage"]["records"] == 3  # two documents and the leading segment
@@ -78,8 +77,7 @@ def test_memory(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_records(tmp_path: Path) -> None:
     """A bound that no transition reaches leaves out all of them, and with them their bytes."""
-    options = [o for o in TINY if o not in ("--repeats", "2")]
-    report = measured(tmp_path, "records", *options, "--lengths", "96", "--bounds", "0.99", "--prompts", "1")
+    report = measured(tmp_path, "records", *ONCE, "--lengths", "96", "--bounds", "0.99", "--prompts", "1")
     whole, none = report["results"]["records"]
     assert whole["bound"] == 0 and whole["record"]["live_heads"] == 1
     assert none["record"]["live_heads"] < 1
@@ -99,11 +97,8 @@ def test_profile(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_overhead(tmp_path: Path) -> None:
-    report = measured(
-        tmp_path,
-        *("overhead", *TINY, "--lengths", "40", "--grid", "2x80"),
-        *("--decode-context", "200", "--decode-tokens", "4"),
-    )
+    decode = ("--decode-context", "200", "--decode-tokens", "4")
+    report = measured(tmp_path, "overhead", *TINY, "--lengths", "40", "--grid", "2x80", *decode)
     assert report["gate"] == {"plain_equals_stock": True, "plain_operators": {}, "cold_equals_warm": True}
     overheads = report["results"]["overheads"]
     for name in ("plain", "plain_decode", "cold", "decode"):
@@ -114,20 +109,12 @@ def test_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_seam(tmp_path: Path) -> None:
-    report = measured(
-        tmp_path,
-        *("seam", *TINY, "--segments", "2", "--tokens", "160"),
-        *("--windows", "0,8", "--noise-chunk", "256"),
-    )
+    windows = ("--windows", "0,8", "--noise-chunk", "256")
+    report = measured(tmp_path, "seam", *TINY, "--segments", "2", "--tokens", "160", *windows)
     assert report["gate"] == {"cold_equals_warm": True, "link_full_equals_stock": True}
     rows = {row["name"]: row for row in report["results"]["rows"]}
-    assert list(rows) == [
-        "stock vLLM",
-        "stock vLLM, chunks of 256",
-        "hypic, w = 0",
-        "hypic, w = 8",
-        "naive, w = 8",
-    ]
+    names = ["stock vLLM", "stock vLLM, chunks of 256", "hypic, w = 0", "hypic, w = 8", "naive, w = 8"]
+    assert list(rows) == names
     assert [rows[f"hypic, w = {w}"]["recomputed"] for w in (0, 8)] == [32, 32 + 2 * 16]
     assert rows["stock vLLM, chunks of 256"]["fidelity"]["kl"] < 0.01
 
@@ -160,56 +147,51 @@ LAYERS = ["linear_attention", "full_attention"]
 GRANITE = SIZES["150m-mamba2"].shape["fields"]
 
 
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+JAMBA |= {"num_attention_heads": 12, "num_key_value_heads": 4}
+MENDED = [("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}), ("Jamba", JAMBA)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}),
-        (
-            "Jamba",
-            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
-            | {"num_attention_heads": 12, "num_key_value_heads": 4},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "fields"), MENDED)
 def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """vLLM's Mamba2 dies on CPUs where a prompt of an engine with prefix caching crosses a block, its Mamba1
     at the first prompt."""
     small = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 768, "vocab_size": 512}
     model = random_models.save_text_model(tmp_path, name=name, fields=fields | small)
-    engine = Engine(EngineSettings(model, threads=1, eager=True, kv_gib=0.25), 1024, hypic=False)
-    with running(engine):
-        assert engine.described["prefix_caching"]
-        assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
+    assert _use_stock(model)["prefix_caching"]
+
+
+LACKING = {
+    "olmo-hybrid": partial(save_olmo_model, layer_types=LAYERS),
+    "kimi-linear": partial(save_kimi_model, layer_types=LAYERS),
+    "ring-2.5": partial(save_ring_model, layers=2),
+    "ring-linear": partial(save_ring_model, layers=2, kv_heads=2),
+    "delta-net": partial(save_fla_model, layers=2),
+}
+IN_FLOAT32: dict[str, Callable[..., Path]] = {"all": save_mla_model, "hybrid": LACKING["ring-2.5"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "save",
-    [
-        pytest.param(partial(save_olmo_model, layer_types=LAYERS), id="olmo-hybrid"),
-        pytest.param(partial(save_kimi_model, layer_types=LAYERS), id="kimi-linear"),
-        pytest.param(partial(save_ring_model, layers=2), id="ring-2.5"),
-        pytest.param(partial(save_ring_model, layers=2, kv_heads=2), id="ring-linear"),
-        pytest.param(partial(save_fla_model, layers=2), id="delta-net"),
-    ],
-)
-def test_stock_engines_have_what_vllm_lacks(save: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LACKING)
+def test_stock_engines_have_what_vllm_lacks(name: str, tmp_path: Path) -> None:
     """No recurrence of these models' linear layers on CPU, nor of all a model class."""
-    _use_stock(save(tmp_path))
+    _use_stock(LACKING[name](tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save", [save_mla_model, partial(save_ring_model, layers=2)], ids=["all", "hybrid"])
-def test_stock_engines_take_latents_in_float32(save: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_stock_engines_take_latents_in_float32(name: str, tmp_path: Path) -> None:
     """vLLM chooses kernels for bfloat16 alone where the CPU has AMX."""
-    _use_stock(save(tmp_path), dtype="float32")
+    _use_stock(IN_FLOAT32[name](tmp_path), dtype="float32")
 
 
-def _use_stock(model: Path, **more: Any) -> None:
+def _use_stock(model: Path, **more: Any) -> dict[str, Any]:
+    """Has a stock engine read a long prompt; returns how it describes itself."""
     settings = EngineSettings(model, threads=1, eager=True, kv_gib=0.25)
     with running(engine := Engine(settings, 1024, hypic=False, **more)):
         assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
+        return dict(engine.described)
 
 
 def _use_until_it_dies(engine: Engine) -> None:

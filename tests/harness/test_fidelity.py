@@ -1,6 +1,7 @@
 """Distances of first-token distributions."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -14,17 +15,16 @@ def uniform(n: int) -> dict[int, float]:
     return dict.fromkeys(range(n), math.log(1 / n))
 
 
-def test_equal_distributions_have_no_distance() -> None:
+def test_only_the_references_top_tokens_count() -> None:
     found = distance(uniform(50), uniform(50))
     assert (found.max_abs, found.mean_abs, found.kl, found.same_argmax) == (0, 0, 0, True)
-
-
-def test_only_the_references_top_tokens_count() -> None:
     reference = {i: math.log(0.04) if i < TOP else math.log(0.2 / 30) for i in range(50)}
-    other = dict(reference) | {40: -1.0}
-    found = distance(reference, other)
+    found = distance(reference, reference | {40: -1.0})
     assert found.max_abs == 0
     assert not found.same_argmax  # but the most likely token is looked for among all
+    assert top({5: -3.0, 6: -1.0, 7: -2.0}) == [6, 7, 5]
+    with pytest.raises(KeyError):  # a token that the other does not name
+        distance({0: -0.1, 1: -3.0}, {0: -0.1})
 
 
 def test_kl_is_that_of_the_two_way_split() -> None:
@@ -33,15 +33,6 @@ def test_kl_is_that_of_the_two_way_split() -> None:
     other = {0: math.log(0.5)}
     expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
     assert distance(reference, other).kl == pytest.approx(expected)
-
-
-def test_a_token_that_the_other_does_not_name_is_an_error() -> None:
-    with pytest.raises(KeyError):
-        distance({0: -0.1, 1: -3.0}, {0: -0.1})
-
-
-def test_top_is_sorted() -> None:
-    assert top({5: -3.0, 6: -1.0, 7: -2.0}) == [6, 7, 5]
 
 
 def test_fidelity_has_medians_worst_cases_and_agreement() -> None:
@@ -61,34 +52,41 @@ def answer(cached: int = 0, logprobs: dict[int, float] | None = None) -> Answer:
     return Answer((7,), (0.5,), logprobs or {7: -1.0}, 100, cached)
 
 
-def test_one_bit_of_difference_is_seen() -> None:
+SEAMS, ISLANDS = (parse_link("hypic", 8, "none", islands) for islands in ("none", "query-50"))
+
+
+def test_what_passes() -> None:
     gate.require_same("answers", answer(), answer())
-    with pytest.raises(gate.GateFailed, match="answers differ"):
-        gate.require_same("answers", answer(), answer(logprobs={7: math.nextafter(-1.0, 0)}))
-
-
-def test_reuse_is_required() -> None:
-    seams, islands = parse_link("hypic", 8, "none", "none"), parse_link("hypic", 8, "none", "query-50")
-    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64, seams)
-    with pytest.raises(gate.GateFailed, match="95 of 100 tokens were reused, expected at least 96"):
-        gate.require_reuse(answer(cached=95), 2, 64, seams)
-    gate.require_reuse(answer(cached=48), 2, 64, islands)
-    with pytest.raises(gate.GateFailed, match="47 of 100 tokens were reused, expected at least 48"):
-        gate.require_reuse(answer(cached=47), 2, 64, islands)
-
-
-def test_what_should_be_fresh_must_not_come_from_a_cache() -> None:
+    gate.require_reuse(answer(cached=2 * (64 - 16)), 2, 64, SEAMS)
+    gate.require_reuse(answer(cached=48), 2, 64, ISLANDS)
     gate.require_fresh(answer(), "stock")
-    with pytest.raises(gate.GateFailed, match="stock read 1 tokens"):
-        gate.require_fresh(answer(cached=1), "stock")
-
-
-def test_numbers_that_are_none_are_refused() -> None:
-    with pytest.raises(gate.GateFailed, match="the logprob of token 3 is nan"):
-        gate.checked_distance({3: -1.0}, {3: math.nan}, "hypic")
-
-
-def test_a_gross_error_is_refused() -> None:
     gate.require_close(distance({0: -0.1}, {0: -0.3}))
-    with pytest.raises(gate.GateFailed, match="a gross error"):
-        gate.require_close(distance({0: -0.01}, {0: -20.0}))
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (
+            lambda: gate.require_same("answers", answer(), answer(logprobs={7: math.nextafter(-1.0, 0)})),
+            "answers differ",
+        ),
+        (
+            lambda: gate.require_reuse(answer(cached=95), 2, 64, SEAMS),
+            "95 of 100 tokens were reused, expected at least 96",
+        ),
+        (
+            lambda: gate.require_reuse(answer(cached=47), 2, 64, ISLANDS),
+            "47 of 100 tokens were reused, expected at least 48",
+        ),
+        (lambda: gate.require_fresh(answer(cached=1), "stock"), "stock read 1 tokens"),
+        (
+            lambda: gate.checked_distance({3: -1.0}, {3: math.nan}, "hypic"),
+            "the logprob of token 3 is nan",
+        ),
+        (lambda: gate.require_close(distance({0: -0.01}, {0: -20.0})), "a gross error"),
+    ],
+    ids=["one-bit", "reuse", "reuse-with-islands", "fresh", "not-a-number", "gross-error"],
+)
+def test_what_the_gate_refuses(call: Callable[[], object], why: str) -> None:
+    with pytest.raises(gate.GateFailed, match=why):
+        call()

@@ -1,6 +1,8 @@
 """What goes into a report, and how it is shown."""
 
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,19 +40,13 @@ def test_cpu_model_and_instruction_sets() -> None:
         "model": "Some CPU @ 2.0GHz",
         "isa": ["avx2", "avx512f", "avx512_bf16", "amx_bf16"],
     }
-
-
-def test_a_cpu_that_says_nothing_still_has_a_name() -> None:
-    assert report.cpu_info("")["model"]
+    assert report.cpu_info("")["model"], "a CPU that says nothing still has a name"
 
 
 def test_plain_values() -> None:
     value = {"a": Inner(Path("/home/somebody/model"), (1.0, float("nan"))), 3: None, "b": [True]}
     # Folders of the machine stay out.
     assert report.plain(value) == {"a": {"path": "model", "values": [1.0, None]}, "3": None, "b": [True]}
-
-
-def test_what_is_no_value_is_refused() -> None:
     with pytest.raises(TypeError, match="no place in a report"):
         report.plain({"a": object()})
 
@@ -65,38 +61,22 @@ def test_json_is_written_in_one_piece(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0, "0.00 us"),
-        (4.15e-5, "41.5 us"),
-        (0.2321, "232 ms"),
-        (5.918, "5.92 s"),
-        (100.4, "100 s"),
-        (-2, "-2.00 s"),
-    ],
-)
-def test_seconds(value: float, shown: str) -> None:
-    assert report.seconds(value) == shown
+SECONDS = {0: "0.00 us", 4.15e-5: "41.5 us", 0.2321: "232 ms", 5.918: "5.92 s", 100.4: "100 s", -2: "-2.00 s"}
+SIZES = {0: "0 B", 1000: "1000 B", 1536: "1.50 KiB", 3 * 2**30: "3.00 GiB"}
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0, "0 B"), (1000, "1000 B"), (1536, "1.50 KiB"), (3 * 2**30, "3.00 GiB")]
-)
-def test_size(value: float, shown: str) -> None:
-    assert report.size(value) == shown
+@pytest.mark.parametrize(("show", "cases"), [(report.seconds, SECONDS), (report.size, SIZES)])
+def test_numbers_are_shown(show: Callable[[float], str], cases: dict[float, str]) -> None:
+    assert {value: show(value) for value in cases} == cases
 
 
-def test_outputs_are_checked_before_anything_runs(tmp_path: Path) -> None:
+def test_outputs_are_checked_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report.check_outputs(tmp_path / "a.json", tmp_path / "a.png")
     with pytest.raises(click.UsageError, match="there is no folder"):
         report.check_outputs(tmp_path / "missing" / "a.json", None)
     with pytest.raises(click.UsageError, match=r"name it a\.png"):
         report.check_outputs(None, tmp_path / "a.pdf")
-
-
-def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(click.UsageError, match=r"vllm-hypic\[bench\]"):
         report.check_outputs(None, tmp_path / "a.png")
 

@@ -57,17 +57,28 @@ def test_bad_options(arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
 
 
-def test_options_that_do_not_fit_together(model: Path) -> None:
-    of = ("--model", str(model))
-    assert "at least two numbers" in refused("ttft-segments", *of, "--segments", "4")
-    assert "too short for a window of 32" in refused("seam", *of, "--tokens", "64", "--windows", "32")
-    assert "there is no folder /nowhere" in refused("ttft", *of, "--json", "/nowhere/a.json")
-
-
-def test_a_context_that_is_too_short_is_named(model: Path) -> None:
-    message = refused("ttft", "--model", str(model), "--segments", "4", "--tokens", "1024")
-    assert "short has a context of 2048 tokens, this benchmark needs 4224" in message
-    assert "fewer or shorter segments" in message
+@pytest.mark.parametrize(
+    ("command", "arguments", "messages"),
+    [
+        ("ttft-segments", ["--segments", "4"], ["at least two numbers"]),
+        ("seam", ["--tokens", "64", "--windows", "32"], ["too short for a window of 32"]),
+        ("ttft", ["--json", "/nowhere/a.json"], ["there is no folder /nowhere"]),
+        (
+            "ttft",
+            ["--segments", "4", "--tokens", "1024"],
+            [
+                "short has a context of 2048 tokens, this benchmark needs 4224",
+                "fewer or shorter segments",
+            ],
+        ),
+    ],
+)
+def test_options_that_do_not_fit(
+    model: Path, command: str, arguments: list[str], messages: list[str]
+) -> None:
+    """Each other, or the model."""
+    told = refused(command, "--model", str(model), *arguments)
+    assert all(message in told for message in messages), told
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
@@ -76,26 +87,18 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     assert "is no JSON" in refused("ttft", "--model", str(tmp_path))
 
 
-def test_engines_get_vllms_defaults(model: Path) -> None:
+def test_arguments_of_engines(model: Path) -> None:
+    """vLLM's defaults, and options that are given."""
     settings = EngineSettings(model, threads=1)
     arguments = settings.arguments(1000, hypic=False)
-    assert arguments == {
-        "model": str(model),
-        "max_model_len": 2048,
-        "kv_cache_memory_bytes": 2 * 2**30,
-    }
+    assert arguments == {"model": str(model), "max_model_len": 2048, "kv_cache_memory_bytes": 2 * 2**30}
     assert settings.arguments(1000, hypic=True) == arguments | {"attention_backend": "hypic"}
-
-
-def test_given_options_reach_the_engine(model: Path) -> None:
-    hypic = {"seam_tokens": 4}
-    settings = EngineSettings(model, 1, True, max_num_batched_tokens=512, kv_cache_dtype="fp8", hypic=hypic)
+    given = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
+    settings = EngineSettings(model, 1, True, **given, hypic={"seam_tokens": 4})
     arguments = settings.arguments(1000, hypic=True, enable_prefix_caching=False)
-    assert arguments["enforce_eager"] is True
-    assert arguments["max_num_batched_tokens"] == 512
-    assert arguments["kv_cache_dtype"] == "fp8"
-    assert arguments["additional_config"] == {"hypic": {"seam_tokens": 4}}
-    assert arguments["enable_prefix_caching"] is False
+    expected = given | {"enforce_eager": True, "enable_prefix_caching": False}
+    expected |= {"additional_config": {"hypic": {"seam_tokens": 4}}}
+    assert {name: arguments[name] for name in expected} == expected
 
 
 def test_context_is_the_same_for_short_benchmarks_of_long_models(model: Path) -> None:

@@ -1,49 +1,45 @@
 """Medians, ranges, ratios, slopes and percentiles."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from vllm_hypic.harness.stats import Spread, misses_allowed, percentile, slope, slopes
 
 
-def test_spread_keeps_order_and_range() -> None:
+def test_spreads() -> None:
     spread = Spread.of([3.0, 1.0, 2.0, 10.0])
     assert (spread.median, spread.min, spread.max) == (2.5, 1.0, 10.0)
     assert spread.values == (3.0, 1.0, 2.0, 10.0)
-
-
-def test_spread_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Spread.of([])
-
-
-def test_ratios_go_repeat_by_repeat() -> None:
-    """A machine that halves its speed in the second repeat changes no ratio."""
+    # Ratios go repeat by repeat: a machine that halves its speed in the second repeat changes none.
     one, other = Spread.of([10.0, 20.0, 10.0]), Spread.of([5.0, 10.0, 5.0])
     assert one.over(other) == Spread.of([2.0, 2.0, 2.0])
 
 
-def test_ratios_of_unlike_numbers_of_repeats_are_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        Spread.of([1.0]).over(Spread.of([1.0, 2.0]))
-
-
-def test_slope_is_least_squares() -> None:
+def test_slopes_are_least_squares() -> None:
     assert slope([4, 8, 12, 16], [1.0, 2.0, 3.0, 4.0]) == pytest.approx(0.25)
     # An outlier in the middle of three points does not tilt the line, one at the end does.
     assert slope([0, 1, 2], [0.0, 9.0, 2.0]) == pytest.approx(1.0)
     assert slope([0, 1, 2], [0.0, 1.0, 5.0]) == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize(("x", "y"), [([1], [1.0]), ([2, 2], [1.0, 3.0]), ([1, 2], [1.0])])
-def test_undefined_slopes_are_refused(x: list[float], y: list[float]) -> None:
-    with pytest.raises(ValueError, match="a slope needs"):
-        slope(x, y)
-
-
-def test_slopes_fit_every_repeat() -> None:
     points = [Spread.of([1.0, 2.0]), Spread.of([3.0, 6.0])]
-    assert slopes([1, 2], points).values == (2.0, 4.0)
+    assert slopes([1, 2], points).values == (2.0, 4.0), "one of every repeat"
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        (lambda: Spread.of([]), "at least one"),
+        (lambda: Spread.of([1.0]).over(Spread.of([1.0, 2.0])), "zip"),
+        (lambda: slope([1], [1.0]), "a slope needs"),
+        (lambda: slope([2, 2], [1.0, 3.0]), "a slope needs"),
+        (lambda: slope([1, 2], [1.0]), "a slope needs"),
+        (lambda: percentile([], 50), "0 values"),
+    ],
+)
+def test_what_is_undefined_is_refused(call: Callable[[], object], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        call()
 
 
 @pytest.mark.parametrize("p", [1, 50, 90, 99, 100])
@@ -61,8 +57,3 @@ def test_misses_allowed_agrees_with_the_percentile(n: int, p: int) -> None:
     assert percentile([1.0] * most + within[most:], p) == 0.0
     if most < n:
         assert percentile([1.0] * (most + 1) + within[most + 1 :], p) == 1.0
-
-
-def test_percentile_needs_values() -> None:
-    with pytest.raises(ValueError, match="0 values"):
-        percentile([], 50)

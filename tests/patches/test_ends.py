@@ -133,18 +133,17 @@ def way(tmp_path: Path) -> Iterator[SlowWay]:
         yield found
 
 
+IMPORTS, HAS_ENGINE, ANSWERS = "[program] imports", "has an engine", "has an answer"
+
+
 @pytest.mark.slow
-def test_a_program_as_users_start_it(program, as_users_start):
+@pytest.mark.parametrize(
+    ("text", "length"),
+    [(HAS_ENGINE, 0), (IMPORTS, 4000), (LOADS, 4000), (LINKED, 4000), (ANSWERS, 4000)],
+)
+def test_a_program_at_any_time_as_users_start_it(program, as_users_start, text, length):
     """Its processes import everything once more, before they can know of anything."""
-    started = program()
-    started.wait_for_text("has an engine")
-    started.ends()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["[program] imports", LOADS, LINKED, "has an answer"])
-def test_a_program_at_any_time_as_users_start_it(program, as_users_start, text):
-    started = program(4000)
+    started = program(length)
     started.wait_for_text(text)
     started.ends()
 
@@ -157,30 +156,23 @@ def test_a_server_at_any_time_as_users_start_it(server, as_users_start, text):
     started.ends(SLOWLY_S)
 
 
-@pytest.mark.fast("loads")
+@pytest.mark.fast("loads", "prefills")
 @pytest.mark.parametrize(
-    ("text", "ranks"),
-    [(LOADS, 1), (LINKED, 1), (LOADS, 2), (LINKED, 2)],
-    ids=["loads", "warms up", "two ranks load", "two ranks warm up"],
+    ("text", "ranks", "length"),
+    [(LOADS, 1, 0), (LINKED, 1, 0), (LOADS, 2, 0), (LINKED, 2, 0), (ANSWERS, 1, 4000), (ANSWERS, 2, 4000)],
+    ids=["loads", "warms up", "two ranks load", "two ranks warm up", "prefills", "two ranks prefill"],
 )
-def test_a_program_whose_engine_starts(program, text, ranks):
-    started = program(ranks=ranks)
+def test_a_program_while_its_engine(program, text, ranks, length):
+    started = program(length, ranks=ranks)
     started.wait_for_text(text)
-    started.ends()
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_program_in_the_middle_of_a_prefill(program, ranks):
-    started = program(4000, ranks=ranks)
-    started.wait_for_text("has an answer")
     started.ends()
 
 
 def test_a_program_with_threads_of_segment_parallelism_and_a_tier_that_writes(program, way):
     started = program(1000, store=tier(way), segment_parallel=listening())
-    started.wait_for_text("has an engine")
+    started.wait_for_text(HAS_ENGINE)
     way.delay_s = 1.0
-    started.wait_for_text("has an answer")
+    started.wait_for_text(ANSWERS)
     started.ends(SLOWLY_S)
 
 

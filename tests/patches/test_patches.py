@@ -12,26 +12,17 @@ from lib import forked
 from vllm_hypic.patches.signature import PatchError, require_parameters
 
 APPLIED_TWICE = """
+import importlib, pkgutil
 import vllm_hypic
-from vllm_hypic.patches import backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints
-from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
-from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
-from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
-from vllm_hypic.patches import all_stages, cpu_numba_threads, cpu_one_token_conv, cpu_rope_heads
-from vllm_hypic.patches import cuda_backend_choice, engine_args, engine_calls, engine_inbox, engine_stop
-from vllm_hypic.patches import engine_interrupt, engine_parent
-from vllm_hypic.patches import cpu_draft_sampling, harmony_prompts, null_prompt_logprobs, request_check
-plain = (backend_name, cpu_backend_choice, cpu_mamba1, cpu_mamba2_checkpoints, cpu_numba_threads,
-         cpu_one_token_conv,
-         cuda_backend_choice, cpu_rope_heads, cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence,
-         cpu_mla_blocks, bailing_config, cpu_bailing_norms, cpu_bailing_recurrence,
-         cpu_olmo_allocator, olmo_conv_loader, cpu_olmo_recurrence, engine_args, engine_calls, engine_inbox,
-         engine_stop, cpu_draft_sampling, harmony_prompts, null_prompt_logprobs, request_check,
-         all_stages, engine_interrupt)
-for patch in 2 * plain:
-    patch.apply()
-engine_parent.apply(1.0)
-engine_parent.apply(2.0)
+from vllm_hypic import patches
+
+OTHERS = {"signature", "engine_parent", "cpu_seeded_chunks", "cuda_kept_lse"}
+names = {module.name for module in pkgutil.iter_modules(patches.__path__)} - OTHERS
+assert len(names) >= 28
+for name in 2 * sorted(names):
+    importlib.import_module(f"vllm_hypic.patches.{name}").apply()
+importlib.import_module("vllm_hypic.patches.engine_parent").apply(1.0)
+importlib.import_module("vllm_hypic.patches.engine_parent").apply(2.0)
 
 import pickle
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
