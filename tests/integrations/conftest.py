@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request
+from http_server import HttpServer
 from one_process import ONE_PROCESS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -28,6 +28,10 @@ PACKAGES = {
     "agent_tools": ("openai",),
 }
 """Examples, and what each imports."""
+RAG = ["openai_client", "langchain_stuff", "llama_index_query", "haystack_prompt_builder"]
+"""Those that ask about documents."""
+QUESTION = "Which office has most rooms?"
+ORDER = (3, 0, 4, 2, 1)
 
 
 @pytest.fixture(scope="session")
@@ -57,53 +61,36 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm2)
 
 
-class Recorder(ThreadingHTTPServer):
+class Recorder:
     """An OpenAI-compatible server that keeps the bodies of requests, and answers each alike."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
-        super().__init__(("127.0.0.1", 0), _Handler)
+        app = FastAPI()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        @app.get("/{path:path}")
+        def models(path: str) -> dict[str, Any]:
+            return {"object": "list", "data": [{"id": "recorder", "object": "model"}]}
 
+        @app.post("/{path:path}")
+        async def answer(path: str, request: Request) -> dict[str, Any]:
+            self.bodies.append(await request.json())
+            choice = {"index": 0, "finish_reason": "stop", "text": "Yes."}
+            choice["message"] = {"role": "assistant", "content": "Yes."}
+            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+            kind = "chat.completion" if "chat" in path else "text_completion"
+            found = {"id": "1", "object": kind, "created": 1, "model": "recorder", "choices": [choice]}
+            return {**found, "usage": usage}
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Recorder
-
-    def do_GET(self) -> None:
-        self._answer({"object": "list", "data": [{"id": "recorder", "object": "model"}]})
-
-    def do_POST(self) -> None:
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        choice = {"index": 0, "finish_reason": "stop", "text": "Yes."}
-        choice["message"] = {"role": "assistant", "content": "Yes."}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        kind = "chat.completion" if "chat" in self.path else "text_completion"
-        found = {"id": "1", "object": kind, "created": 1, "model": "recorder", "choices": [choice]}
-        self._answer({**found, "usage": usage})
-
-    def _answer(self, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+        self.http = HttpServer(app, lifespan="off")
+        self.url = self.http.url
 
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    with Recorder() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    recorder = Recorder()
+    yield recorder
+    recorder.http.stop()
 
 
 @pytest.fixture(scope="package")

@@ -11,13 +11,10 @@ from vllm_hypic.config.segmenting import SegmentingConfig
 from vllm_hypic.engine.segments import segmenter_of
 from vllm_hypic.primitives.token_texts import TokenTexts
 
-from .conftest import EXAMPLES
+from .conftest import EXAMPLES, ORDER, QUESTION, RAG
 
-ORDER = (3, 0, 4, 2, 1)
-QUESTION = "Which office has most rooms?"
 SEAM = 16
 """Tokens of a segment that are recomputed."""
-RAG = ["openai_client", "langchain_stuff", "llama_index_query", "haystack_prompt_builder"]
 
 
 class Prompts:
@@ -62,39 +59,34 @@ def sections(document: str) -> str:
     return ".\n\n".join(". ".join(sentences[i : i + 4]) for i in range(0, len(sentences), 4))
 
 
-def tokens(prompts: Prompts, documents: list[str]) -> int:
-    return sum(len(prompts.tokenizer.encode(document)) for document in documents)
+def options_of(name: str) -> dict[str, Any]:
+    """For documents of several paragraphs: what shows their beginning, where nothing does so by default."""
+    if name != "langchain_stuff":
+        return {}
+    from langchain_core.prompts import PromptTemplate
+
+    return {"document_prompt": PromptTemplate.from_template("<document>\n{page_content}\n</document>")}
 
 
-@pytest.mark.parametrize("name", ["llama_index_query", "haystack_prompt_builder", "langchain_stuff"])
-def test_documents_may_have_paragraphs_where_their_beginning_shows(
-    example, offices, recorder, prompts, name: str
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, "whole") for name in RAG),
+        *((name, "paragraphs") for name in RAG[1:]),
+        ("llama_index_query", "completion"),  # what it sends by default
+    ],
+)
+def test_documents_make_the_same_segments_in_another_order(
+    example, offices, recorder, prompts, name: str, form: str
 ) -> None:
     framework = example(name)
-    options = {}
-    if name == "langchain_stuff":  # nothing shows it by default
-        from langchain_core.prompts import PromptTemplate
-
-        options["document_prompt"] = PromptTemplate.from_template("<document>\n{page_content}\n</document>")
-    documents = [sections(document) for document in offices.DOCUMENTS]
+    documents, options = offices.DOCUMENTS, {}
+    if form == "paragraphs":
+        documents, options = [sections(document) for document in documents], options_of(name)
+    elif form == "completion":
+        options = {"chat": False}
     for order in (range(5), ORDER):
         framework.ask(recorder.url, [documents[i] for i in order], QUESTION, **options)
-    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, documents)
-
-
-@pytest.mark.parametrize("name", RAG)
-def test_documents_make_the_same_segments_in_another_order(
-    example, offices, recorder, prompts, name: str
-) -> None:
-    framework = example(name)
-    for order in (range(5), ORDER):
-        framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION)
-    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, offices.DOCUMENTS)
-
-
-def test_llama_index_sends_completions_by_default(example, offices, recorder, prompts) -> None:
-    framework = example("llama_index_query")
-    for order in (range(5), ORDER):
-        framework.ask(recorder.url, [offices.DOCUMENTS[i] for i in order], QUESTION, chat=False)
-    assert all(isinstance(body["prompt"], str) for body in recorder.bodies)
-    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens(prompts, offices.DOCUMENTS)
+    assert all(isinstance(body.get("prompt"), str) == (form == "completion") for body in recorder.bodies)
+    tokens = sum(len(prompts.tokenizer.encode(document)) for document in documents)
+    assert prompts.reused(*recorder.bodies) >= 0.8 * tokens

@@ -10,12 +10,9 @@ from lib import forked
 
 from vllm_hypic.harness.serving import Server
 
-from .conftest import EXAMPLES, PACKAGES
+from .conftest import EXAMPLES, ORDER, PACKAGES, QUESTION, RAG
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-QUESTION = "Which office has most rooms?"
-ORDER = (3, 0, 4, 2, 1)
 
 
 class Meter:
@@ -40,13 +37,9 @@ class Meter:
         }
 
 
-@pytest.mark.parametrize(
-    "name", ["openai_client", "langchain_stuff", "llama_index_query", "haystack_prompt_builder"]
-)
+@pytest.mark.parametrize("name", RAG)
 @pytest.mark.fast("langchain_stuff")
-def test_documents_are_reused_in_another_order(
-    example, offices, tokenizer, server: Server, name: str
-) -> None:
+def test_documents_are_reused_in_another_order(example, offices, tokenizer, server: Server, name: str):
     framework = example(name)
     documents = [f"This is read by {name}. {d}" for d in offices.DOCUMENTS]
     meter = Meter(server)
@@ -74,11 +67,8 @@ def test_tools_are_reused_when_one_changes(example, server: Server) -> None:
         found = meter.since()
         assert found["computed"] < 0.1 * (found["computed"] + found["reused"])
     # A loop's history grows; tools before it and what it had are not computed again.
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "book_room", "arguments": '{"city": "Paris"}'},
-    }
+    function = {"name": "book_room", "arguments": '{"city": "Paris"}'}
+    call = {"id": "1", "type": "function", "function": function}
     messages += [
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": '{"room": 346}'},

@@ -16,12 +16,10 @@ from vllm_hypic.suggest.candidates import recommended
 from vllm_hypic.suggest.command import comparison_of
 from vllm_hypic.suggest.prompts import FrontEnd
 
-from .conftest import EXAMPLES
-from .test_requests import RAG
+from .conftest import EXAMPLES, QUESTION, RAG
 
 BLOCK = 128
 """Tokens in a block of vLLM's prefix cache, on CPUs."""
-QUESTION = "Which office has most rooms?"
 MODES = {"prefix caching alone": "off", "structure": "structure", "text": "text"}
 """Modes of requests by the candidates that stand for them."""
 

@@ -1,4 +1,4 @@
-"""Runs the scripts of engines of several ranks and reads what they found."""
+"""Runs engines of several ranks, and reads what they found."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 
 from lib import forked
 
-CACHE = {"VLLM_CPU_KVCACHE_SPACE": "1"}
 
-
-def answers(model: Path, engine: dict[str, Any], prompts: int = 1, **options: Any) -> Any:
-    """What an engine with these arguments, and these options of the plugin, answers and counts."""
-    return _run(model, engine, prompts, options)
+def answers(model: Path, engine: dict[str, Any], asked: int | list[int] = 1, **options: Any) -> Any:
+    """What an engine with these arguments, and these options of the plugin, answers and counts
+    (``engine_of_ranks.py``)."""
+    return _run(model, engine, asked, options)
 
 
 def stock_answer(model: Path, engine: dict[str, Any]) -> Any:
@@ -23,29 +22,16 @@ def stock_answer(model: Path, engine: dict[str, Any]) -> Any:
     return _run(model, engine, 0, None)["plain"]
 
 
-def turns(model: Path, engine: dict[str, Any], asked: list[int], **options: Any) -> Any:
-    """What such an engine answers to these turns of a conversation (``conversation_of_ranks.py``)."""
-    return _run(model, engine, asked, options, "conversation_of_ranks.py")
+def disk(folder: Path) -> dict[str, Any]:
+    """Options of a store on disk."""
+    return {"store": {"tiers": [{"type": "disk", "path": str(folder / "disk"), "bytes": "64MiB"}]}}
 
 
-def _run(
-    model: Path,
-    engine: dict[str, Any],
-    prompts: int | list[int],
-    options: dict[str, Any] | None,
-    name: str = "engine_of_ranks.py",
-) -> Any:
-    script = Path(__file__).parent / name
+def _run(model: Path, *arguments: Any) -> Any:
+    script = Path(__file__).with_name("engine_of_ranks.py")
     done = forked.run(
-        [
-            sys.executable,
-            str(script),
-            str(model),
-            json.dumps(engine),
-            json.dumps(prompts),
-            json.dumps(options),
-        ],
-        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", **CACHE},
+        [sys.executable, str(script), str(model), *map(json.dumps, arguments)],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
         timeout=800,
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from oracle import save_mamba2_model, save_short_conv_model
 from oracle.models import save_attention_model, save_hybrid_model
 
-from .several import answers, stock_answer
+from .several import answers, disk, stock_answer
 
 NOISE = 2e-5
 """Of logprobs in float32, between engines that batch differently."""
@@ -69,16 +68,9 @@ def test_plain_requests_are_those_of_a_stock_engine_of_two_stages(tmp_path: Path
 def test_stages_load_their_parts_after_a_restart(tmp_path: Path) -> None:
     """And records of another layout are not taken for theirs."""
     model = MODELS["dense"](tmp_path / "model")
-    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
-
-    def run(**ranks: Any) -> Any:
-        return answers(model, {"dtype": "float32"} | ranks, store={"tiers": [disk]})
-
     before, again, whole, heads = (
-        run(**TWO_STAGES),
-        run(**TWO_STAGES),
-        run(),
-        run(tensor_parallel_size=2),
+        answers(model, {"dtype": "float32"} | ranks, **disk(tmp_path))
+        for ranks in (TWO_STAGES, TWO_STAGES, {}, {"tensor_parallel_size": 2})
     )
     # The warm request finds its own blocks in vLLM's prefix cache, too.
     assert 0 == before["cached"][0] < again["cached"][0] <= before["cached"][1]

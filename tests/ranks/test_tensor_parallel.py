@@ -15,9 +15,9 @@ from oracle import save_mamba2_model, save_short_conv_model
 
 from vllm_hypic.harness.random_models import save_hybrid_model
 
-from .several import answers, turns
+from .several import answers, disk
 
-POOL_BYTES = 6_000_000
+TWO_RANKS = {"tensor_parallel_size": 2}
 MODELS: dict[str, Callable[[Path], Path]] = {
     # Untied: with tied embeddings a random model only repeats its last token.
     "gated delta net": partial(save_hybrid_model, tie=False),
@@ -47,10 +47,8 @@ def test_two_ranks_answer_like_one(family: str, tmp_path: Path) -> None:
 def test_two_ranks_load_their_parts_from_tiers(tmp_path: Path) -> None:
     """Their disks are not equally fast, nor do as many heads of each forget: the pool's books must hold."""
     model = save_hybrid_model(tmp_path / "model", tie=False)
-    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
     # Room for two prompts of four: the others are loaded again.
-    two = {"tensor_parallel_size": 2}
-    found = answers(model, two, prompts=4, pool_bytes=POOL_BYTES, store={"tiers": [disk]})
+    found = answers(model, TWO_RANKS, 4, pool_bytes=6_000_000, **disk(tmp_path))
     assert found["tokens"][:4] == found["tokens"][4:]
     assert not any(found["cached"][:4]) and all(found["cached"][4:])
 
@@ -60,12 +58,11 @@ def test_two_ranks_load_their_parts_from_tiers(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_two_ranks_go_on_with_a_conversation_after_a_restart(tmp_path: Path) -> None:
     """Each fetches its part of a checkpoint, and of what that rests on."""
-    model, two = save_hybrid_model(tmp_path / "model", tie=False), {"tensor_parallel_size": 2}
-    disk = {"type": "disk", "path": str(tmp_path / "disk"), "bytes": "64MiB"}
+    model = save_hybrid_model(tmp_path / "model", tie=False)
     options: dict[str, Any] = {"prefix": "sparse", "page_tokens": 16}
-    before = turns(model, two, [0, 1], **options, store={"tiers": [disk]})
+    before = answers(model, TWO_RANKS, [0, 1], **options, **disk(tmp_path))
     assert before["cached"] == [0, 192], "199 // 16 pages of the first turn"
-    after = turns(model, two, [2, 1], **options, store={"tiers": [disk]})
+    after = answers(model, TWO_RANKS, [2, 1], **options, **disk(tmp_path))
     assert after["cached"] == [288, 288], "of 290 tokens"
-    whole = turns(model, two, [0, 1, 2], **options)
+    whole = answers(model, TWO_RANKS, [0, 1, 2], **options)
     assert [after["tokens"][1], after["tokens"][0]] == whole["tokens"][1:]

@@ -1,4 +1,4 @@
-"""A receiver, and two peers that speak frames to it."""
+"""A receiver, two peers that speak frames to it, and one that it does not know."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ def peer(owner: Owner) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def other(owner: Owner) -> Iterator[Peer]:
-    with Peer(owner.url) as peer:
+def stranger(owner: Owner) -> Iterator[Peer]:
+    """One that has not greeted."""
+    with Peer(owner.url, greet=False) as peer:
         yield peer
+
+
+other = peer

@@ -100,13 +100,9 @@ class Network:
         self.receiver.expect(name, limit, lambda data: self.verdict, self.now)
         self.flush()
 
-    def withdraw(self, name: str) -> None:
-        self.receiver.withdraw(name, self.now)
-        self.expected.discard(name)
-        self.flush()
-
-    def settle(self, name: str) -> None:
-        self.receiver.settle(name, self.now)
+    def leave(self, name: str, *, settle: bool = False) -> None:
+        """Withdraw or, where it is there, settle."""
+        (self.receiver.settle if settle else self.receiver.withdraw)(name, self.now)
         self.expected.discard(name)
         self.flush()
 
@@ -249,6 +245,10 @@ class Network:
                 end.sent[transfer.ticket] = transfer.outcome
             end.machine.ended.clear()
 
+    def reason(self, i: int, ticket: int) -> str:
+        """What sender ``i`` was told in the end."""
+        return self.ends[i].sent[ticket].reason
+
     def carries_bytes(self, i: int) -> bool:
         """Whether a record of sender ``i`` is on its way, or being read."""
         end = self.ends[i]
@@ -260,8 +260,13 @@ class Network:
         self.connect(i)
         for _ in range(20):
             if not self.carries_bytes(i):
-                self.to_receiver(i)
-                self.to_sender(i)
+                self.exchange(i)
+
+    def exchange(self, i: int, steps: int = 1) -> None:
+        """The receiver hears something, then the sender."""
+        for _ in range(steps):
+            self.to_receiver(i)
+            self.to_sender(i)
 
     def run(self, seconds: float = 0.0) -> None:
         """Connect everybody, deliver everything in order, end all reads; then let time pass, and again."""
@@ -269,9 +274,7 @@ class Network:
         while True:
             for i, end in enumerate(self.ends):
                 self.connect(i)
-                for _ in range(200):
-                    self.to_receiver(i)
-                    self.to_sender(i)
+                self.exchange(i, 200)
                 assert not end.said and not end.answers, "they talk for ever"
             for grant in list(self.reads):
                 self.read(grant)

@@ -11,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pytest
 import zmq
@@ -47,16 +47,29 @@ def bytes_of(name: str, nbytes: int) -> bytes:
     return random.Random(name).randbytes(nbytes)
 
 
-def until(condition: Callable[[], T], timeout_s: float = LONG_S) -> T:
+def until(condition: Callable[[], T], what: str = "", timeout_s: float = LONG_S) -> T:
     """What ``condition`` says once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"waited in vain for {timeout_s:g} s: {what}"
         time.sleep(0.001)
     return found
 
 
-class Owner:
+class Closing:
+    """Closed at the end of a ``with``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class Owner(Closing):
     """A receiver, what was read there, and what it reported.
 
     ``send_s`` is longer than any test: another sender goes for a reason, not because time has passed.
@@ -96,17 +109,14 @@ class Owner:
         return self.received
 
     def wait_for(self, *names: str, timeout_s: float = LONG_S) -> list[Received]:
-        until(lambda: set(names) <= set(self.poll()), timeout_s)
+        until(lambda: set(names) <= set(self.poll()), "ends", timeout_s)
         return [self.received[name] for name in names]
 
-    def __enter__(self) -> Owner:
-        return self
-
-    def __exit__(self, *args: object) -> None:
+    def close(self) -> None:
         self.receiver.close()
 
 
-class Outgoing:
+class Outgoing(Closing):
     """A sender, and what it reported.  ``transport`` ``nixl``: with an exporter."""
 
     def __init__(
@@ -117,7 +127,7 @@ class Outgoing:
         self.sender = Sender(namespace, secret, **options)
         self.sent: dict[int, Sent] = {}
 
-    def send(self, name: str, data: bytes, url: str, deadline_s: float = LONG_S) -> int:
+    def send(self, name: str, data: Any, url: str, deadline_s: float = LONG_S) -> int:
         return self.sender.send(name, memoryview(data), url, deadline_s)
 
     def poll(self) -> dict[int, Sent]:
@@ -127,20 +137,17 @@ class Outgoing:
         return self.sent
 
     def wait_for(self, ticket: int, timeout_s: float = LONG_S) -> Sent:
-        until(lambda: ticket in self.poll(), timeout_s)
+        until(lambda: ticket in self.poll(), "an end", timeout_s)
         return self.sent[ticket]
 
     def deliver(self, name: str, data: bytes, url: str, deadline_s: float = LONG_S) -> Sent:
         return self.wait_for(self.send(name, data, url, deadline_s))
 
-    def __enter__(self) -> Outgoing:
-        return self
-
-    def __exit__(self, *args: object) -> None:
+    def close(self) -> None:
         self.sender.close()
 
 
-class Peer:
+class Peer(Closing):
     """Speaks frames to a receiver, well-formed or not."""
 
     def __init__(self, url: str, sender: str = "", greet: bool = True) -> None:
@@ -182,18 +189,20 @@ class Peer:
         finally:
             self._greeting = False
 
+    def offer(self, name: str) -> wire.Reply:
+        return self.ask(wire.Offer(name, len(DATA)))
+
+    def waits(self, name: str) -> bool:
+        """Whether it offers that and has no answer."""
+        self.say(wire.Offer(name, len(DATA)))
+        return self.hears_nothing()
+
     def hears_nothing(self) -> bool:
         """Whether the receiver has worked off what was said without an answer."""
         return self.ask(wire.Withdraw([])) == wire.Withdrawn()
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> Peer:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.close()
 
 
 DATA = bytes_of(name_of(1), 10_000)
@@ -222,27 +231,30 @@ class Gated(Exporter):
         self.steps = 10**9
 
 
-@contextlib.contextmanager
-def process(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """A Python script beside this file, killed in the end."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, args)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
-    try:
-        yield child
-    finally:
-        child.kill()
-        child.communicate()
+class Child(subprocess.Popen[str]):
+    """A process of ``ends.py``, killed in the end."""
+
+    def __init__(self, *args: object) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("ends.py")), *map(str, args)]
+        super().__init__(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+
+    def __exit__(self, *args: Any) -> None:
+        self.kill()
+        super().__exit__(*args)
+
+    def line(self) -> list[str]:
+        """The next line that it prints."""
+        words = self.stdout.readline().strip().split(maxsplit=2)
+        assert words, f"the process ended with {self.poll()}"
+        return words
+
+    def nudge(self) -> None:
+        """Give it a line of input."""
+        self.stdin.write("\n")
+        self.stdin.flush()
 
 
-def line(child: subprocess.Popen[str]) -> list[str]:
-    """The next line that a process prints."""
-    assert child.stdout is not None
-    words = child.stdout.readline().strip().split(maxsplit=2)
-    assert words, f"the process ended with {child.poll()}"
-    return words
-
-
-class Throttle:
+class Throttle(Closing):
     """A TCP proxy that lets ``allowance`` bytes pass to the target, then none until ``open`` is called."""
 
     def __init__(self, target: str, allowance: int) -> None:
@@ -288,10 +300,7 @@ class Throttle:
                     (server if source is client else client).sendall(chunk)
                     self.passed += len(chunk) if source is client else 0
 
-    def __enter__(self) -> Throttle:
-        return self
-
-    def __exit__(self, *args: object) -> None:
+    def close(self) -> None:
         self._closing.set()
         for thread in self._threads:
             thread.join(10)

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.makespan import lower_bound, makespan, optimal_makespan
 from vllm_hypic.segment_parallel.lpt import assign
 
-costs_of_few = st.lists(st.integers(0, 60), max_size=7)
-machine_numbers = st.integers(1, 4)
 any_costs = st.lists(st.floats(0, 1e6) | st.integers(0, 10**6), max_size=14)
 
 
@@ -26,19 +24,27 @@ def by_trying_everything(costs, machines):
     )
 
 
+def by_lpt(costs, machines):
+    return makespan(costs, [0] * machines, assign(costs, [0] * machines))
+
+
+def grahams_bound(machines):
+    return 4 / 3 - 1 / (3 * machines)
+
+
 # -- the optimum
 
 
-@given(costs_of_few, machine_numbers)
-def test_the_optimum_is_the_least_of_all_assignments(costs, machines):
-    assert optimal_makespan(costs, machines) == by_trying_everything(costs, machines)
-
-
-@given(st.lists(st.floats(0, 100), max_size=6), machine_numbers)
-def test_the_optimum_of_fractions(costs, machines):
-    assert optimal_makespan(costs, machines) == pytest.approx(
-        by_trying_everything(costs, machines), rel=1e-11
-    )
+@pytest.mark.parametrize(
+    ("costs", "tolerance"),
+    [(st.lists(st.integers(0, 60), max_size=7), 0), (st.lists(st.floats(0, 100), max_size=6), 1e-11)],
+    ids=["whole", "fractions"],
+)
+@given(data=st.data(), machines=st.integers(1, 4))
+def test_the_optimum_is_the_least_of_all_assignments(costs, tolerance, data, machines):
+    costs = data.draw(costs)
+    least = pytest.approx(by_trying_everything(costs, machines), rel=tolerance, abs=0)
+    assert optimal_makespan(costs, machines) == least
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
@@ -53,11 +59,11 @@ def test_a_partition_that_is_known_to_be_perfect_is_found(parts):
 
 
 @given(any_costs, st.integers(1, 8))
-def test_the_optimum_lies_between_the_lower_bound_and_lpt(costs, machines):
-    best = optimal_makespan(costs, machines)
-    idle = [0.0] * machines
+def test_optimum_and_lpt_lie_between_the_lower_bound_and_grahams(costs, machines):
+    best, found = optimal_makespan(costs, machines), by_lpt(costs, machines)
     assert lower_bound(costs, machines) <= best * (1 + 1e-9)
-    assert best <= makespan(costs, idle, assign(costs, idle)) * (1 + 1e-9)
+    assert best <= found * (1 + 1e-9)
+    assert found <= grahams_bound(machines) * best * (1 + 1e-9)
 
 
 def test_a_case_too_large_to_prove_is_refused():
@@ -69,20 +75,12 @@ def test_a_case_too_large_to_prove_is_refused():
 # -- LPT
 
 
-@given(any_costs, st.integers(1, 8))
-def test_lpt_stays_within_grahams_bound(costs, machines):
-    idle = [0.0] * machines
-    longest = makespan(costs, idle, assign(costs, idle))
-    assert longest <= (4 / 3 - 1 / (3 * machines)) * optimal_makespan(costs, machines) * (1 + 1e-9)
-
-
 @pytest.mark.parametrize("machines", [2, 3, 4, 6])
 def test_grahams_worst_case_reaches_the_bound(machines):
     """So that the bound above is a sharp one: 2m-1, 2m-1, 2m-2, 2m-2, ..., m+1, m+1, m, m, m."""
     costs = [c for c in range(2 * machines - 1, machines, -1) for _ in range(2)] + [machines] * 3
-    idle = [0] * machines
-    ratio = makespan(costs, idle, assign(costs, idle)) / optimal_makespan(costs, machines)
-    assert ratio == pytest.approx(4 / 3 - 1 / (3 * machines))
+    ratio = by_lpt(costs, machines) / optimal_makespan(costs, machines)
+    assert ratio == pytest.approx(grahams_bound(machines))
 
 
 def test_lpt_is_within_3_percent_of_the_optimum_on_average():
@@ -92,12 +90,10 @@ def test_lpt_is_within_3_percent_of_the_optimum_on_average():
     for _ in range(1000):
         machines, segments = draw.randint(2, 8), draw.randint(4, 16)
         costs = [round(min(8192, max(256, draw.lognormvariate(7.2, 0.9)))) for _ in range(segments)]
-        idle = [0] * machines
         best = optimal_makespan(costs, machines)
-        ratio = makespan(costs, idle, assign(costs, idle)) / best
-        assert 1 <= ratio <= 4 / 3 - 1 / (3 * machines) + 1e-9
-        ratios.append(ratio)
-        round_robin.append(makespan(costs, idle, [i % machines for i in range(segments)]) / best)
+        ratios.append(by_lpt(costs, machines) / best)
+        assert 1 <= ratios[-1] <= grahams_bound(machines) + 1e-9
+        round_robin.append(makespan(costs, [0] * machines, [i % machines for i in range(segments)]) / best)
     assert sum(ratios) / 1000 <= 1.03
     assert sum(round_robin) / 1000 > 1.2  # that these cases can tell a good assignment from a bad one
 
@@ -112,48 +108,44 @@ def test_every_piece_goes_to_the_machine_that_would_finish_it_first(costs, loads
     assert makespan(costs, loads, found) == pytest.approx(max(ends), rel=1e-12)
 
 
-def test_present_loads_are_respected():
-    assert assign([5, 4, 3], [0, 100]) == [0, 0, 0]
-    assert assign([5, 4, 3], [8, 0]) == [1, 1, 0]  # 0 + 5, 5 + 4, then 8 + 3 before 9 + 3
-    assert makespan([5, 4, 3], [8, 0], [1, 1, 0]) == 11
-    assert makespan([1], [0, 100], [0]) == 100
-
-
-def test_ties_go_to_the_lowest_index():
-    assert assign([7, 7, 7, 7], [0, 0, 0]) == [0, 1, 2, 0]
-    assert assign([0, 0], [1, 1]) == [0, 0]
+@pytest.mark.parametrize(
+    ("costs", "loads", "found", "longest"),
+    [
+        ([5, 4, 3], [0, 100], [0, 0, 0], 100),
+        ([5, 4, 3], [8, 0], [1, 1, 0], 11),  # 0 + 5, 5 + 4, then 8 + 3 before 9 + 3
+        ([1], [0, 100], [0], 100),
+        ([7, 7, 7, 7], [0, 0, 0], [0, 1, 2, 0], 14),  # ties go to the lowest index
+        ([0, 0], [1, 1], [0, 0], 1),
+        ([], [3, 4], [], 4),
+        ([], [], [], 0),
+    ],
+)
+def test_present_loads_are_respected(costs, loads, found, longest):
+    assert assign(costs, loads) == found
+    assert makespan(costs, loads, found) == longest
 
 
 def test_nothing_to_do():
-    assert assign([], [3, 4]) == []
-    assert assign([], []) == []
-    assert makespan([], [3, 4], []) == 4
-    assert makespan([], [], []) == 0
-    assert optimal_makespan([], 3) == 0
-    assert optimal_makespan([0, 0], 3) == 0
-    assert lower_bound([], 3) == 0
+    assert optimal_makespan([], 3) == optimal_makespan([0, 0], 3) == lower_bound([], 3) == 0
 
 
-@pytest.mark.parametrize("bad", [-1, -0.5, math.nan, math.inf])
-def test_bad_numbers_are_refused_by_name(bad):
-    with pytest.raises(ValueError, match=f"cost {bad!r}: expected a finite number >= 0"):
-        assign([1, bad], [0])
-    with pytest.raises(ValueError, match=f"load {bad!r}: expected a finite number >= 0"):
-        assign([1], [0, bad])
-    with pytest.raises(ValueError, match=f"load {bad!r}"):
-        makespan([1], [bad], [0])
-    with pytest.raises(ValueError, match=f"cost {bad!r}"):
-        optimal_makespan([bad], 2)
+NUMBERS = [-1, -0.5, math.nan, math.inf]
 
 
-def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(ValueError, match="2 costs and no machine"):
-        assign([1, 2], [])
-    with pytest.raises(ValueError, match="an assignment of 1 for 2 costs"):
-        makespan([1, 2], [0], [0])
-    with pytest.raises(ValueError, match="machine 2 in an assignment: expected 0 to 1"):
-        makespan([1], [0, 0], [2])
-    with pytest.raises(ValueError, match="machine -1"):
-        makespan([1], [0, 0], [-1])
-    with pytest.raises(ValueError, match="machines=0: expected at least 1"):
-        optimal_makespan([1], 0)
+@pytest.mark.parametrize(
+    ("refused", "says"),
+    [
+        *((lambda x=x: assign([1, x], [0]), f"cost {x!r}: expected a finite number >= 0") for x in NUMBERS),
+        *((lambda x=x: assign([1], [0, x]), f"load {x!r}: expected a finite number >= 0") for x in NUMBERS),
+        *((lambda x=x: makespan([1], [x], [0]), f"load {x!r}") for x in NUMBERS),
+        *((lambda x=x: optimal_makespan([x], 2), f"cost {x!r}") for x in NUMBERS),
+        (lambda: assign([1, 2], []), "2 costs and no machine"),
+        (lambda: makespan([1, 2], [0], [0]), "an assignment of 1 for 2 costs"),
+        (lambda: makespan([1], [0, 0], [2]), "machine 2 in an assignment: expected 0 to 1"),
+        (lambda: makespan([1], [0, 0], [-1]), "machine -1"),
+        (lambda: optimal_makespan([1], 0), "machines=0: expected at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(refused, says):
+    with pytest.raises(ValueError, match=says):
+        refused()

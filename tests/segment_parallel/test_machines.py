@@ -61,7 +61,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(name=NAMES, settle=st.booleans())
     def leave(self, name: str, settle: bool) -> None:
-        (self.network.settle if settle else self.network.withdraw)(name)
+        self.network.leave(name, settle=settle)
 
     @rule(i=ENDS, name=NAMES, deadline_s=st.sampled_from([1e6, 20.0, 1.0]))
     def send(self, i: int, name: str, deadline_s: float) -> None:
@@ -155,13 +155,13 @@ class Interleavings(RuleBasedStateMachine):
             return
         network = self.network
         for name in (A, B):
-            network.settle(name)
+            network.leave(name, settle=True)
         network.run(RENEW_S + 1)
         network.check()
         assert not any(end.open for end in network.ends), "a sender is not told"
         network.verdict, network.meanwhile = Verdict.TAKEN, lambda name: None
         for name in (A, B, C):
-            network.withdraw(name)
+            network.leave(name)
         network.pass_time(WITHDRAWAL_S)
         before = len(network.received)
         for i, name in enumerate((A, B, C)):
@@ -191,7 +191,7 @@ def test_an_offer_past_its_deadline_is_retracted(network: Network) -> None:
     network.run()
     later = network.send(1, A)
     network.run(2.0)
-    assert network.ends[0].sent[given_up].reason == "offered, not expected there within 2 s"
+    assert network.reason(0, given_up) == "offered, not expected there within 2 s"
     network.expect(A)
     assert not network.ends[0].answers, "the sender that has given up was cleared to send"
     network.run()
@@ -218,17 +218,20 @@ def test_an_offer_that_is_not_renewed_is_forgotten(network: Network) -> None:
 
 @pytest.mark.parametrize(("seconds", "lasts"), [(REMEMBER_S - 1, True), (REMEMBER_S, False)])
 def test_what_is_settled_is_said_for_a_while(network: Network, seconds: float, lasts: bool) -> None:
-    network.settle(A)
+    network.leave(A, settle=True)
     network.pass_time(seconds)
     ticket = network.send(0, A)
     network.run()
     assert (ticket in network.ends[0].sent) is lasts
 
 
-@pytest.mark.parametrize("word", [wire.Withdraw, wire.Stored])
+@pytest.mark.parametrize(
+    ("word", "outcome"), [(wire.Withdraw, Outcome.WITHDRAWN), (wire.Stored, Outcome.IN_TIER)]
+)
 @pytest.mark.parametrize(("seconds", "lasts"), [(WITHDRAWAL_S - 0.1, True), (WITHDRAWAL_S, False)])
-def test_a_routers_word_lasts_for_a_while(network: Network, word: Any, seconds: float, lasts: bool) -> None:
-    network.connect(0)
+def test_a_routers_word_lasts_for_a_while(
+    network: Network, word: Any, outcome: Outcome, seconds: float, lasts: bool
+) -> None:
     network.run()
     peer = network.ends[0].peer
     assert peer is not None
@@ -236,11 +239,7 @@ def test_a_routers_word_lasts_for_a_while(network: Network, word: Any, seconds: 
     network.receiver.outbox.clear()
     network.pass_time(seconds)
     network.expect(A)
-    assert (A not in network.expected) is lasts
-    if lasts:
-        assert network.received[-1].outcome is (
-            Outcome.WITHDRAWN if word is wire.Withdraw else Outcome.IN_TIER
-        )
+    assert [r.outcome for r in network.received] == lasts * [outcome]
 
 
 def test_another_may_send_when_the_first_takes_too_long(network: Network) -> None:
@@ -255,7 +254,7 @@ def test_another_may_send_when_the_first_takes_too_long(network: Network) -> Non
     network.pass_time(0.2)
     assert len(network.receiver._expected[A].grants) == 2
     network.run()
-    reasons = [network.ends[i].sent[ticket].reason for i, ticket in enumerate(tickets)]
+    reasons = [network.reason(i, ticket) for i, ticket in enumerate(tickets)]
     assert sorted(reasons) == ["", "not needed"] and sum(network.taken.values()) == 1
 
 
@@ -300,36 +299,20 @@ def test_what_is_read_for_an_expectation_that_is_gone_reaches_no_reader() -> Non
         network.expect(A)
         ticket = network.send(0, A)
         network.connect(0)
-        for _ in range(10):
-            network.to_sender(0)
-            network.to_receiver(0)
+        network.exchange(0, 10)
         return ticket
 
     gone = begin()
-    network.withdraw(A)
+    network.leave(A)
     network.to_sender(0)
-    assert network.ends[0].sent[gone].reason == "not needed"
+    assert network.reason(0, gone) == "not needed"
     again = begin()
     late, current = network.reads
     network.read(late)
     assert A in network.expected and not network.taken and network.receiver.counts.late == 1
     network.read(current)
     network.run()
-    assert network.ends[0].sent[again].reason == "" and sum(network.taken.values()) == 1
-
-
-def test_other_bytes_than_offered_are_refused_and_the_next_is_cleared(network: Network) -> None:
-    network.expect(A)
-    network.send(0, A)
-    network.bring(0)
-    assert network.carries_bytes(0)
-    peer = network.ends[0].peer
-    assert peer is not None
-    network.hear(peer, wire.Data(A), b"short", None)
-    assert network.receiver.counts.refused == 1 and not network.taken
-    other = network.send(1, A)
-    network.run()
-    assert network.ends[1].sent[other].reason == "" and A not in network.expected
+    assert network.reason(0, again) == "" and sum(network.taken.values()) == 1
 
 
 def test_bytes_that_have_not_left_at_the_deadline_cut_the_connection(network: Network) -> None:
@@ -342,7 +325,7 @@ def test_bytes_that_have_not_left_at_the_deadline_cut_the_connection(network: Ne
     assert not transfer.released and end.machine.tick(network.now + 4.9) is Next.KEEP
     network.pass_time(5.0)
     assert transfer.released and end.peer is None
-    assert end.sent[ticket].reason == "sent, not acknowledged within 5 s"
+    assert network.reason(0, ticket) == "sent, not acknowledged within 5 s"
 
 
 def test_a_clearance_that_nobody_waits_for_is_retracted(network: Network) -> None:

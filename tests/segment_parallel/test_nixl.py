@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from vllm_hypic.segment_parallel.nixl import Exporter, Puller, SpanAllocator, op
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.record import ALIGNMENT
 
-from .peers import MIB, NIXL_BYTES, Gated, Outgoing, Owner, Peer, bytes_of, line, name_of, process, until
+from .peers import MIB, NIXL_BYTES, Child, Gated, Outgoing, Owner, Peer, bytes_of, name_of, until
 
 pytestmark = pytest.mark.processes
 
@@ -50,20 +49,37 @@ def owner() -> Iterator[Owner]:
         yield owner
 
 
-@pytest.fixture
-def gate() -> Gated:
-    return Gated()
-
-
-@pytest.fixture
-def outgoing(gate: Gated) -> Iterator[Outgoing]:
+class GatedOutgoing(Outgoing):
     """Its records are read only as far as ``gate`` lets them."""
-    with Outgoing(nixl=gate) as outgoing:
+
+    def __init__(self) -> None:
+        self.gate = Gated()
+        super().__init__(nixl=self.gate)
+
+
+@pytest.fixture
+def outgoing() -> Iterator[GatedOutgoing]:
+    with GatedOutgoing() as outgoing:
         yield outgoing
 
 
 def being_read(owner: Owner) -> int:
     return len(owner.receiver._arriving)
+
+
+def begin_reading(owner: Owner, outgoing: Outgoing, name: str = A, data: bytes = DATA) -> int:
+    """The ticket of a record that the owner expects, and reads."""
+    before = being_read(owner)
+    owner.expect(name)
+    ticket = outgoing.send(name, data, owner.url)
+    until(lambda: being_read(owner) == before + 1)
+    return ticket
+
+
+def delivered(owner: Owner, outgoing: Outgoing, name: str, data: bytes = DATA) -> Route | None:
+    """The way on which the owner gets a record that it expects."""
+    assert outgoing.deliver(name, data, owner.url).delivered
+    return owner.wait_for(name)[0].route
 
 
 # -- who has NIXL, and who has not
@@ -73,8 +89,7 @@ def being_read(owner: Owner) -> int:
 def test_one_side_without_it_uses_tcp(here: str, there: str) -> None:
     with Owner(transport=here) as owner, Outgoing(transport=there) as outgoing:
         owner.expect(A)
-        assert outgoing.deliver(A, DATA, owner.url).delivered
-        assert owner.read == [digest(DATA)] and owner.wait_for(A)[0].route is Route.TCP
+        assert delivered(owner, outgoing, A) is Route.TCP and owner.read == [digest(DATA)]
         counts = owner.receiver.counts()
         assert (counts.taken, counts.pulled, counts.unpulled, counts.dropped) == (1, 0, 0, 0)
 
@@ -90,43 +105,29 @@ def test_a_record_longer_than_the_buffers_comes_over_tcp(owner: Owner) -> None:
     assert owner.read == [digest(data)] * 2
 
 
-def test_records_beyond_the_receive_buffer_come_over_tcp(
-    owner: Owner, outgoing: Outgoing, gate: Gated
-) -> None:
+@pytest.mark.parametrize("full", ["receiver", "sender"])
+def test_records_beyond_a_buffer_come_over_tcp(owner: Owner, outgoing: GatedOutgoing, full: str) -> None:
     """The first is being read all the while; a record after them has room again."""
     with Outgoing(transport="nixl") as other:
-        owner.expect(A, B, C)
-        ticket = outgoing.send(A, bytes_of(A, LARGE), owner.url)
-        until(lambda: being_read(owner) == 1)
-        assert other.deliver(B, bytes_of(B, LARGE), owner.url).delivered
-        assert owner.wait_for(B)[0].route is Route.TCP and owner.receiver.counts().unpulled == 1
-        gate.open()
+        end = other if full == "receiver" else outgoing
+        owner.expect(B, C)
+        ticket = begin_reading(owner, outgoing, A, bytes_of(A, LARGE))
+        assert delivered(owner, end, B, bytes_of(B, LARGE)) is Route.TCP
+        assert owner.receiver.counts().unpulled == (full == "receiver"), "a sender knows its own buffer"
+        outgoing.gate.open()
         assert outgoing.wait_for(ticket).delivered and owner.wait_for(A)[0].route is Route.NIXL
-        assert other.deliver(C, bytes_of(C, LARGE), owner.url).delivered
-        assert owner.wait_for(C)[0].route is Route.NIXL
+        assert not outgoing.gate.busy, "the sender's buffer is empty again"
+        assert delivered(owner, end, C, bytes_of(C, LARGE)) is Route.NIXL
     assert owner.read == [digest(bytes_of(name, LARGE)) for name in (B, A, C)]
 
 
-def test_records_beyond_the_senders_buffer_go_over_tcp(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:
-    owner.expect(A, B)
-    first = outgoing.send(A, bytes_of(A, LARGE), owner.url)
-    until(lambda: being_read(owner) == 1)
-    assert outgoing.deliver(B, bytes_of(B, LARGE), owner.url).delivered
-    assert owner.wait_for(B)[0].route is Route.TCP
-    gate.open()
-    assert outgoing.wait_for(first).delivered and owner.wait_for(A)[0].route is Route.NIXL
-    assert not gate.busy, "the sender's buffer is empty again"
-
-
-def test_the_receiver_serves_others_while_one_hangs_and_does_not_spin(
-    owner: Owner, outgoing: Outgoing
+def test_one_that_hangs_delays_no_other_and_the_receiver_does_not_spin(
+    owner: Owner, outgoing: GatedOutgoing
 ) -> None:
     with Outgoing(transport="nixl") as other, Outgoing() as third:
-        owner.expect(A, B, C)
-        outgoing.send(A, DATA, owner.url)
-        until(lambda: being_read(owner) == 1)
-        assert other.deliver(B, DATA, owner.url).delivered and third.deliver(C, DATA, owner.url).delivered
-        assert owner.wait_for(B)[0].route is Route.NIXL and owner.wait_for(C)[0].route is Route.TCP
+        owner.expect(B, C)
+        begin_reading(owner, outgoing)
+        assert delivered(owner, other, B) is Route.NIXL and delivered(owner, third, C) is Route.TCP
         before = time.process_time()
         time.sleep(1.0)
         assert time.process_time() - before < 0.3, "a thread is busy with waiting"
@@ -134,22 +135,18 @@ def test_the_receiver_serves_others_while_one_hangs_and_does_not_spin(
 
 
 def test_the_sender_least_recently_read_from_is_disconnected(
-    owner: Owner, outgoing: Outgoing, gate: Gated, monkeypatch: pytest.MonkeyPatch
+    owner: Owner, outgoing: GatedOutgoing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl, "MOST_SOURCES", 1)
-    gate.open()
-    owner.expect(A, B, C, D)
+    outgoing.gate.open()
+    owner.expect(A, B, C, E)
     with Outgoing(transport="nixl") as other:
         for end, name in ((outgoing, A), (other, B), (outgoing, C)):
-            assert (
-                end.deliver(name, DATA, owner.url).delivered and owner.wait_for(name)[0].route is Route.NIXL
-            )
-        gate.steps = 0
-        owner.expect(E)
-        outgoing.send(D, DATA, owner.url)
-        until(lambda: being_read(owner) == 1)
-        assert other.deliver(E, DATA, owner.url).delivered, "there is none that is not being read from"
-        assert owner.wait_for(E)[0].route is Route.TCP and being_read(owner) == 1
+            assert delivered(owner, end, name) is Route.NIXL
+        outgoing.gate.steps = 0
+        begin_reading(owner, outgoing, D)
+        assert delivered(owner, other, E) is Route.TCP, "there is none that is not being read from"
+        assert being_read(owner) == 1
 
 
 # -- transfers that fail
@@ -159,108 +156,89 @@ def test_a_sender_killed_in_the_middle_of_a_read() -> None:
     puller = Puller(64 * MIB, loopback=True)
     memory = puller._agent.memory
     memory[: 64 * MIB : MIB] = bytes(64)
-    name, nbytes = A, 64 * MIB
+    nbytes = 64 * MIB
+    data = bytes_of(A, nbytes)
     with (
         Owner(puller=puller) as owner,
         Outgoing(transport="nixl") as other,
-        process("holding.py", owner.url, nbytes, name) as child,
+        Child("hold", owner.url, nbytes, A) as child,
     ):
-        assert child.stdin is not None
-        owner.expect(name)
-        assert line(child) == ["ready"]
+        owner.expect(A)
+        assert child.line() == ["ready"]
         until(lambda: being_read(owner) == 1)
-        data = bytes_of(name, nbytes)
         while bytes(memory[:4096]) != data[:4096]:
-            child.stdin.write("\n")
-            child.stdin.flush()
-            assert line(child) == ["stepped"]
+            child.nudge()
+            assert child.line() == ["stepped"]
         assert bytes(memory[-4096:]) != data[-4096:] and being_read(owner) == 1, "the whole record came"
-        ticket = other.send(name, data, owner.url)
-        os.kill(child.pid, signal.SIGKILL)
+        ticket = other.send(A, data, owner.url)
+        child.kill()
         assert other.wait_for(ticket).delivered
-        assert owner.read == [digest(data)] and owner.wait_for(name)[0].taken
+        assert owner.read == [digest(data)] and owner.wait_for(A)[0].taken
         assert owner.receiver.counts().unpulled == 1 and len(puller._spans) == 0
 
 
-def test_a_receiver_killed_while_it_reads(outgoing: Outgoing, gate: Gated) -> None:
-    with process("receiving.py", "nixl", A) as child:
-        [url] = line(child)
+def test_a_receiver_killed_while_it_reads(outgoing: GatedOutgoing) -> None:
+    with Child("receive", "nixl", A) as child:
+        [url] = child.line()
         ticket = outgoing.send(A, DATA, url)
-        until(lambda: gate.busy)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
+        until(lambda: outgoing.gate.busy)
     with Owner(url, transport="nixl") as restarted:
         until(lambda: restarted.receiver.counts().offers == 1)
-        assert not gate.busy, "what the dead one was to read takes room"
-        gate.open()
+        assert not outgoing.gate.busy, "what the dead one was to read takes room"
+        outgoing.gate.open()
         restarted.expect(A)
         assert outgoing.wait_for(ticket).delivered
         assert restarted.read == [digest(DATA)] and restarted.wait_for(A)[0].route is Route.NIXL
 
 
-def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(
-    outgoing: Outgoing, gate: Gated
-) -> None:
+def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(outgoing: GatedOutgoing) -> None:
     """What was given up arrives all the same, later: it must not overwrite another record."""
     puller = Puller(NIXL_BYTES, loopback=True, late_s=0.2)
     with Owner(puller=puller) as owner, Outgoing(transport="nixl") as other:
-        owner.expect(A, B, C)
-        assert outgoing.deliver(A, bytes_of(A, MIB), owner.url).delivered
-        assert owner.wait_for(A)[0].route is Route.TCP and owner.receiver.counts().unpulled == 1
+        owner.expect(A, B, C, D)
+        assert delivered(owner, outgoing, A, bytes_of(A, MIB)) is Route.TCP
+        assert owner.receiver.counts().unpulled == 1
         assert len(puller._spans) == 1, "NIXL may still write there"
-        assert (
-            other.deliver(B, bytes_of(B, MIB), owner.url).delivered
-            and owner.wait_for(B)[0].route is Route.NIXL
-        )
-        assert outgoing.deliver(C, DATA, owner.url).delivered, "from there everything comes over TCP"
-        assert owner.wait_for(C)[0].route is Route.TCP and len(puller._spans) == 1, "at once"
-        gate.open()
+        assert delivered(owner, other, B, bytes_of(B, MIB)) is Route.NIXL
+        assert delivered(owner, outgoing, C) is Route.TCP, "from there everything comes over TCP"
+        assert len(puller._spans) == 1, "at once"
+        outgoing.gate.open()
         until(lambda: len(puller._spans) == 0)
-        owner.expect(D)
-        assert outgoing.deliver(D, DATA, owner.url).delivered
-        assert owner.wait_for(D)[0].route is Route.NIXL, "connected anew"
+        assert delivered(owner, outgoing, D) is Route.NIXL, "connected anew"
     assert owner.read == [digest(bytes_of(A, MIB)), digest(bytes_of(B, MIB)), digest(DATA), digest(DATA)]
 
 
 def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
-    owner: Owner, outgoing: Outgoing, gate: Gated
+    owner: Owner, outgoing: GatedOutgoing
 ) -> None:
-    owner.expect(A)
-    ticket = outgoing.send(A, DATA, owner.url)
-    until(lambda: being_read(owner) == 1)
+    ticket = begin_reading(owner, outgoing)
     owner.receiver.withdraw(A)
-    assert outgoing.wait_for(ticket).reason == "not needed"
-    assert not gate.busy
+    assert outgoing.wait_for(ticket).reason == "not needed" and not outgoing.gate.busy
     # What is read now are the bytes of another record, of the same name and from the same place.
     other = bytes_of(B, len(DATA) // 2)
-    owner.expect(A)
-    again = outgoing.send(A, other, owner.url)
-    until(lambda: being_read(owner) == 2)
-    gate.open()
+    again = begin_reading(owner, outgoing, A, other)
+    outgoing.gate.open()
     assert outgoing.wait_for(again).reason == ""
     until(lambda: being_read(owner) == 0)
     assert owner.read == [digest(other)] and owner.wait_for(A)[0].route is Route.NIXL
     assert (owner.receiver.counts().late, owner.receiver.counts().refused) == (1, 0)
 
 
-def test_a_deadline_while_it_is_read(owner: Owner, outgoing: Outgoing, gate: Gated) -> None:
+def test_a_deadline_while_it_is_read(owner: Owner, outgoing: GatedOutgoing) -> None:
     owner.expect(A)
     sent = outgoing.deliver(A, DATA, owner.url, deadline_s=0.5)
-    assert sent.reason == "ready to be read, not acknowledged within 0.5 s" and not gate.busy
-    gate.open()
+    assert sent.reason == "ready to be read, not acknowledged within 0.5 s" and not outgoing.gate.busy
+    outgoing.gate.open()
     with Outgoing() as other:
         assert other.deliver(A, DATA, owner.url).delivered
     assert owner.read == [digest(DATA)]
 
 
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-def test_closing_while_records_are_read(first: str) -> None:
-    owner, outgoing = Owner(transport="nixl"), Outgoing(nixl=Gated())
+def test_closing_while_records_are_read(owner: Owner, outgoing: GatedOutgoing, first: str) -> None:
     names = [name_of(i) for i in range(10)]
-    owner.expect(*names)
     for name in names:
-        outgoing.send(name, DATA, owner.url)
-    until(lambda: being_read(owner) == len(names))
+        begin_reading(owner, outgoing, name)
     ends = [outgoing.sender, owner.receiver]
     for end in ends if first == "sender" else reversed(ends):
         end.close()
@@ -274,14 +252,14 @@ def test_closing_while_records_are_read(first: str) -> None:
 
 def test_what_cannot_be_read_is_sent(owner: Owner) -> None:
     exporter = Exporter(MIB, loopback=True)
-    foreign = exporter._agent.metadata[:60] + b"?" * 20 + exporter._agent.metadata[80:]
+    agent = exporter._agent
     cases = [
         (b"\0", 4096),
-        (exporter._agent.metadata[:-50], 4096),
-        (foreign, 4096),
-        (exporter._agent.metadata, exporter._agent.address - 1),
-        (exporter._agent.metadata, exporter._agent.address + MIB - len(DATA) + 1),
-        (exporter._agent.metadata, 1 << 62),
+        (agent.metadata[:-50], 4096),
+        (agent.metadata[:60] + b"?" * 20 + agent.metadata[80:], 4096),
+        (agent.metadata, agent.address - 1),
+        (agent.metadata, agent.address + MIB - len(DATA) + 1),
+        (agent.metadata, 1 << 62),
     ]
     with Peer(owner.url) as peer:
         for i, (metadata, address) in enumerate(cases, 1):
@@ -315,22 +293,17 @@ def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    "fields",
     [
-        ["held", A, 4096, bytes(wire.METADATA_BYTES + 1)],
-        ["held", A, 4096, b""],
-        ["held", A, 4096, "text"],
-        ["held", A, 0, b"m"],
-        ["held", A, -1, b"m"],
-        ["held", A, (1 << 62) + 1, b"m"],
-        ["held", A, 4096, b"m", 1],
-        ["held", A, 4096],
-        ["held", "no name", 4096, b"m"],
+        *([A, 4096, metadata] for metadata in (bytes(wire.METADATA_BYTES + 1), b"", "text")),
+        *([A, address, b"m"] for address in (0, -1, (1 << 62) + 1)),
+        *([A, 4096, b"m", 1], [A, 4096], ["no name", 4096, b"m"]),
     ],
 )
-def test_malformed_messages_are_not_understood(message: list[object]) -> None:
+def test_malformed_messages_are_not_understood(fields: list[object]) -> None:
+    assert wire.Codec().request(msgspec.msgpack.encode(["held", A, 4096, b"m"])) == wire.Held(A, 4096, b"m")
     with pytest.raises(wire.Malformed):
-        wire.Codec().request(msgspec.msgpack.encode(message))
+        wire.Codec().request(msgspec.msgpack.encode(["held", *fields]))
 
 
 # -- start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from vllm_hypic.segment_parallel import wire
 from vllm_hypic.segment_parallel.received import Outcome
 from vllm_hypic.segment_parallel.transport import Route
+from vllm_hypic.store.protocol import Verdict
 
-from .peers import DATA, Owner, Peer, deliver, name_of, until
+from .peers import DATA, MIB, Owner, Peer, deliver, name_of, until
 
 A, B, C = name_of(1), name_of(2), name_of(3)
 
@@ -23,32 +25,18 @@ def test_what_is_expected_is_taken(owner: Owner, peer: Peer) -> None:
     owner.expect(A)
     assert deliver(peer, A) == wire.Ack(A)
     [received] = owner.wait_for(A)
-    assert (received.taken, received.nbytes, received.reason) == (
-        True,
-        len(DATA),
-        "",
-    ) and received.seconds > 0
-    assert owner.read == [hashlib.sha256(DATA).digest()]
+    assert (received.taken, received.nbytes, received.reason) == (True, len(DATA), "")
+    assert received.seconds > 0 and owner.read == [hashlib.sha256(DATA).digest()]
     counts = owner.receiver.counts()
     assert (counts.offers, counts.taken, counts.refused, counts.bytes) == (1, 1, 0, len(DATA))
     assert counts.dropped == 0
-
-
-def test_an_early_offer_is_answered_once_the_name_is_expected(owner: Owner, peer: Peer) -> None:
-    peer.say(wire.Offer(A, len(DATA)))
-    assert peer.hears_nothing()
-    owner.expect(A)
-    assert peer.hear() == wire.ClearToSend(A)
-    peer.data(A, DATA)
-    assert peer.hear() == wire.Ack(A)
-    assert owner.wait_for(A)[0].taken
 
 
 def test_whether_somebody_offers_what_is_expected(owner: Owner, peer: Peer) -> None:
     offered = owner.receiver.is_offered
     owner.expect(A)
     assert not offered(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A) and offered(A)
+    assert peer.offer(A) == wire.ClearToSend(A) and offered(A)
     peer.say(wire.Retract(A))
     until(lambda: not offered(A))
     deliver(peer, A)
@@ -59,10 +47,8 @@ def test_what_was_received_or_is_settled_is_not_asked_for(owner: Owner, peer: Pe
     owner.expect(A)
     deliver(peer, A)
     owner.receiver.settle(B)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A)
-    assert peer.ask(wire.Offer(B, len(DATA))) == wire.Done(B)
-    peer.say(wire.Offer(C, 1))
-    assert peer.hears_nothing()
+    assert peer.offer(A) == wire.Done(A) and peer.offer(B) == wire.Done(B)
+    assert peer.waits(C)
     owner.receiver.settle(C)
     assert peer.hear() == wire.Done(C)
 
@@ -81,16 +67,13 @@ def test_who_expects_a_name_no_longer_has_it(owner: Owner, peer: Peer) -> None:
     owner.receiver.settle(A)
     owner.expect(A)
     assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
-    assert not owner.wait_for(A)[0].taken
-    peer.say(wire.Offer(A, len(DATA)))
-    assert peer.hears_nothing()
+    assert not owner.wait_for(A)[0].taken and peer.waits(A)
 
 
 def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer: Peer) -> None:
     owner.receiver.settle(A)
     owner.receiver.withdraw(A)
-    peer.say(wire.Offer(A, len(DATA)))
-    assert peer.hears_nothing()
+    assert peer.waits(A)
     owner.expect(A)
     assert peer.hear() == wire.ClearToSend(A)
 
@@ -98,37 +81,32 @@ def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer
 # -- greeting
 
 
-def test_who_has_not_greeted_is_told_to(owner: Owner) -> None:
+def test_who_has_not_greeted_is_told_to(owner: Owner, stranger: Peer) -> None:
     owner.expect(A)
-    with Peer(owner.url, greet=False) as peer:
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Again()
-        peer.data(A, DATA)
-        assert peer.hear() == wire.Again()
-        assert peer.ask(wire.Withdraw([A])) == wire.Again()
-        peer.frames(b"")
-        assert peer.hear() == wire.Again()
+    assert stranger.offer(A) == wire.Again()
+    stranger.data(A, DATA)
+    assert stranger.hear() == wire.Again()
+    assert stranger.ask(wire.Withdraw([A])) == wire.Again()
+    stranger.frames(b"")
+    assert stranger.hear() == wire.Again()
     assert not owner.poll() and not owner.read
 
 
 @pytest.mark.parametrize("namespace", ["other", "", "ns ", "NS"])
-def test_another_namespace_is_turned_away(owner: Owner, namespace: str) -> None:
+def test_another_namespace_is_turned_away(owner: Owner, stranger: Peer, namespace: str) -> None:
     owner.expect(A)
-    with Peer(owner.url, greet=False) as peer:
-        answer = peer.ask(wire.Hello(wire.VERSION, namespace, "s" * 32))
-        assert (
-            isinstance(answer, wire.Unwelcome)
-            and f"namespace {namespace}: this instance has ns" in answer.reason
-        )
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.Again()
-        peer.data(A, DATA)
-        assert peer.hear() == wire.Again()
+    answer = stranger.ask(wire.Hello(wire.VERSION, namespace, "s" * 32))
+    assert isinstance(answer, wire.Unwelcome)
+    assert f"namespace {namespace}: this instance has ns" in answer.reason
+    assert stranger.offer(A) == wire.Again()
+    stranger.data(A, DATA)
+    assert stranger.hear() == wire.Again()
     assert owner.receiver.counts().unwelcome == 1 and not owner.read
 
 
-def test_another_version_is_turned_away_whatever_its_greeting_holds(owner: Owner) -> None:
-    with Peer(owner.url, greet=False) as peer:
-        peer.frames(msgspec.msgpack.encode(["hello", wire.VERSION + 1, "ns", "s" * 32, {"new": [1, 2]}]))
-        answer = peer.hear()
+def test_another_version_is_turned_away_whatever_its_greeting_holds(stranger: Peer) -> None:
+    stranger.frames(msgspec.msgpack.encode(["hello", wire.VERSION + 1, "ns", "s" * 32, {"new": [1, 2]}]))
+    answer = stranger.hear()
     assert isinstance(answer, wire.Unwelcome) and f"speaks {wire.VERSION}" in answer.reason
 
 
@@ -136,45 +114,75 @@ def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> N
     owner.expect(A)
     with Peer(owner.url, sender="s" * 32) as before, Peer(owner.url, sender="s" * 32) as after:
         # `after` greeted later: `before` has no longer greeted.
-        assert before.ask(wire.Offer(A, len(DATA))) == wire.Again()
+        assert before.offer(A) == wire.Again()
         assert deliver(after, A) == wire.Ack(A)
     with Peer(owner.url, sender="t" * 32) as before:
         owner.expect(B)
-        assert before.ask(wire.Offer(B, len(DATA))) == wire.ClearToSend(B)
+        assert before.offer(B) == wire.ClearToSend(B)
         with Peer(owner.url, sender="t" * 32) as after:
             assert deliver(after, B) == wire.Ack(B)
 
 
-# -- one sender at a time
+# -- one sender at a time: the first is cleared to send, the other waits
 
 
-def test_the_first_goes_and_the_other_is_done(owner: Owner, peer: Peer, other: Peer) -> None:
+@pytest.mark.parametrize(
+    ("ends", "answer"),
+    [
+        (lambda owner, first, router: first.data(A, DATA), wire.Ack(A)),
+        (lambda owner, first, router: owner.receiver.withdraw(A), wire.Done(A)),
+        (lambda owner, first, router: owner.receiver.settle(A), wire.Done(A)),
+        (lambda owner, first, router: router.ask(wire.Withdraw([A])), wire.Done(A)),
+        (lambda owner, first, router: router.ask(wire.Stored([A])), wire.Done(A)),
+    ],
+    ids=["taken", "withdrawn", "settled", "withdrawn by a router", "in a tier"],
+)
+def test_the_end_of_an_expectation_is_told_to_all_who_offer(
+    owner: Owner, peer: Peer, other: Peer, ends: Callable[..., object], answer: wire.Reply
+) -> None:
     owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
-    other.say(wire.Offer(A, len(DATA)))
-    assert other.hears_nothing()
-    peer.data(A, DATA)
-    assert peer.hear() == wire.Ack(A)
-    assert other.hear() == wire.Done(A)
-    assert len(owner.read) == 1
+    assert peer.offer(A) == wire.ClearToSend(A) and other.waits(A)
+    with Peer(owner.url) as router:
+        ends(owner, peer, router)
+    assert peer.hear() == answer and other.hear() == wire.Done(A)
+    taken = answer == wire.Ack(A)
+    peer.data(A, DATA)  # was on its way, or comes once more
+    assert peer.hears_nothing() and len(owner.read) == taken
+    counts = owner.receiver.counts()
+    assert (counts.late, counts.dropped) == ((0, 1) if taken else (1, 0))
 
 
-def test_the_other_goes_when_the_first_has_vanished(owner: Owner, other: Peer) -> None:
-    owner.expect(A)
-    with Peer(owner.url) as first:
-        assert first.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
-        other.say(wire.Offer(A, len(DATA)))
-        assert other.hears_nothing()
-    assert other.hear() == wire.ClearToSend(A)
-
-
-def test_the_other_goes_when_the_first_retracts(owner: Owner, peer: Peer, other: Peer) -> None:
-    owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
-    other.say(wire.Offer(A, len(DATA)))
-    assert other.hears_nothing()
-    peer.say(wire.Retract(A))
-    assert other.hear() == wire.ClearToSend(A)
+@pytest.mark.parametrize(
+    ("does", "refusal", "verdict"),
+    [
+        (Peer.close, None, Verdict.TAKEN),
+        (lambda first: first.say(wire.Retract(A)), None, Verdict.TAKEN),
+        (lambda first: first.data(A, bytes(MIB + 1)), None, Verdict.TAKEN),  # is cut off
+        (lambda first: first.data(A, DATA + b"x"), "10001 bytes; 10000 were offered", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA[:-1]), "9999 bytes; 10000 were offered", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA), "the record is damaged", Verdict.DAMAGED),
+        (lambda first: first.data(A, DATA), f"the record is {Verdict.FOREIGN.value}", Verdict.FOREIGN),
+    ],
+    ids=["vanishes", "retracts", "too large a frame", "too long", "too short", "damaged", "foreign"],
+)
+def test_the_other_goes_when_the_first_does_not_deliver(
+    does: Callable[[Peer], None], refusal: str | None, verdict: Verdict
+) -> None:
+    with Owner(max_nbytes=MIB) as owner, Peer(owner.url) as first, Peer(owner.url) as other:
+        owner.expect(A)
+        owner.verdict = verdict
+        assert first.offer(A) == wire.ClearToSend(A) and other.waits(A)
+        does(first)
+        if refusal is not None:
+            assert first.hear() == wire.Nack(A, refusal)
+        assert other.hear() == wire.ClearToSend(A)
+        counts = owner.receiver.counts()
+        assert (counts.refused, counts.dropped) == (refusal is not None, 0)
+        assert not owner.poll() and len(owner.read) == (verdict is not Verdict.TAKEN)
+        owner.verdict = Verdict.TAKEN
+        other.data(A, DATA)
+        assert other.hear() == wire.Ack(A)
+        assert owner.wait_for(A)[0].taken and owner.read[-1] == hashlib.sha256(DATA).digest()
 
 
 def test_a_retracted_offer_is_forgotten(owner: Owner, peer: Peer) -> None:
@@ -184,31 +192,14 @@ def test_a_retracted_offer_is_forgotten(owner: Owner, peer: Peer) -> None:
     assert peer.hears_nothing()
 
 
-def test_the_other_goes_when_the_first_sends_other_bytes_than_it_offered(
-    owner: Owner, peer: Peer, other: Peer
-) -> None:
-    owner.expect(A)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
-    other.say(wire.Offer(A, len(DATA)))
-    assert other.hears_nothing()
-    peer.data(A, DATA + b"x")
-    answer = peer.hear()
-    assert isinstance(answer, wire.Nack) and "10001 bytes; 10000 were offered" in answer.reason
-    assert other.hear() == wire.ClearToSend(A)
-    assert not owner.read
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["second first", "first after all"])
 def test_the_other_goes_when_the_first_takes_too_long(late: bool) -> None:
     with Owner(send_s=0.2) as owner, Peer(owner.url) as peer, Peer(owner.url) as other:
         owner.expect(A)
-        assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
-        other.say(wire.Offer(A, len(DATA)))
-        assert other.hear() == wire.ClearToSend(A)
+        assert peer.offer(A) == wire.ClearToSend(A) and other.offer(A) == wire.ClearToSend(A)
         winner, loser = (peer, other) if late else (other, peer)
         winner.data(A, DATA)
-        assert winner.hear() == wire.Ack(A)
-        assert loser.hear() == wire.Done(A)
+        assert winner.hear() == wire.Ack(A) and loser.hear() == wire.Done(A)
         loser.data(A, DATA)
         assert loser.hears_nothing()
         assert owner.wait_for(A)[0].taken and len(owner.read) == 1
@@ -221,11 +212,9 @@ def test_the_other_goes_when_the_first_takes_too_long(late: bool) -> None:
 
 def test_a_router_withdraws_what_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A, B)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     assert other.ask(wire.Withdraw([A, C])) == wire.Withdrawn()
     [received] = owner.wait_for(A)
     assert not received.taken and received.reason.startswith("withdrawn by the router at 127.0.0.1")
-    assert peer.hear() == wire.Done(A)
     assert owner.receiver.counts().withdrawn == 1
     assert deliver(peer, B) == wire.Ack(B)
 
@@ -241,8 +230,7 @@ def test_a_router_may_be_faster_than_the_engine(owner: Owner, peer: Peer) -> Non
 
 def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Peer) -> None:
     peer.say(wire.Withdraw([A]), wire.Offer(A, len(DATA)))
-    assert peer.hear() == wire.Withdrawn()
-    assert peer.hears_nothing()
+    assert peer.hear() == wire.Withdrawn() and peer.hears_nothing()
     owner.expect(A)
     assert peer.hear() == wire.ClearToSend(A)
 
@@ -250,7 +238,7 @@ def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Pee
 def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
     owner.receiver.settle(A)
     assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
-    assert peer.ask(wire.Offer(A, 1)) == wire.Done(A)
+    assert peer.offer(A) == wire.Done(A)
 
 
 # -- what is in a shared tier
@@ -258,17 +246,13 @@ def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
 
 def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A, B)
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.ClearToSend(A)
     assert other.ask(wire.Stored([A, C])) == wire.Noted()
     [received] = owner.wait_for(A)
     assert (received.outcome, received.route) == (Outcome.IN_TIER, Route.TIER)
     assert not received.taken and received.reason == "it is in a shared tier"
-    assert peer.hear() == wire.Done(A)
-    peer.data(A, DATA)  # was on its way
-    assert peer.ask(wire.Offer(A, len(DATA))) == wire.Done(A), "it is here, or will be"
-    assert not owner.read
+    assert peer.offer(A) == wire.Done(A), "it is here, or will be"
     counts = owner.receiver.counts()
-    assert (counts.stored, counts.late, counts.withdrawn) == (1, 1, 0)
+    assert (counts.stored, counts.withdrawn) == (1, 0) and not owner.read
     assert deliver(peer, B) == wire.Ack(B)
     # Said again: nobody waits for it, and a withdrawal takes nothing back.
     assert other.ask(wire.Stored([A])) == wire.Noted() and other.ask(wire.Withdraw([A])) == wire.Withdrawn()
@@ -279,8 +263,7 @@ def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) ->
 
 
 def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
-    other.say(wire.Offer(A, len(DATA)))
-    assert other.hears_nothing()
+    assert other.waits(A)
     assert peer.ask(wire.Stored([A, B])) == wire.Noted()
     owner.expect(A)
     assert owner.wait_for(A)[0].outcome is Outcome.IN_TIER and other.hear() == wire.Done(A)

@@ -44,9 +44,8 @@ def test_a_file_that_is_no_secret_is_named(tmp_path: Path, content: bytes | None
         path.write_bytes(content)
     with pytest.raises(ConfigError) as refusal:
         Secret.read(str(path))
-    assert f"segment_parallel.secret_file={str(path)!r}" in str(refusal.value)
-    assert says in str(refusal.value)
-    assert "kkkk" not in str(refusal.value)
+    said = str(refusal.value)
+    assert f"segment_parallel.secret_file={str(path)!r}" in said and says in said and "kkkk" not in said
 
 
 @pytest.mark.parametrize(
@@ -69,72 +68,64 @@ def test_others_are_kept_out(server: Secret | None, client: Secret | None) -> No
         assert owner.wait_for(name)[0].taken
 
 
-def _server(context: zmq.Context[Any], secret: Secret) -> tuple[zmq.Socket[Any], str]:
+def _server(context: zmq.Context[Any]) -> zmq.Socket[Any]:
     socket = context.socket(zmq.ROUTER)
-    secret.serve(socket)
+    RIGHT.serve(socket)
     socket.bind(ANY_PORT)
-    return socket, str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    return socket
+
+
+def _client(
+    server: zmq.Socket[Any], key_pair: tuple[bytes, bytes] | None = None, says: bytes = b"hello"
+) -> zmq.Socket[Any]:
+    """A client in a context of its own, with the right secret's keys or these."""
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.linger = 0
+    RIGHT.connect(socket)
+    if key_pair is not None:
+        socket.curve_publickey, socket.curve_secretkey = key_pair
+    socket.connect(server.getsockopt_string(zmq.LAST_ENDPOINT))
+    socket.send(says)
+    return socket
 
 
 def test_the_servers_public_key_alone_opens_nothing() -> None:
     """Who learned it, from a core dump perhaps, has a key pair of its own: not admitted."""
-    with zmq.Context() as context, zmq.Context() as elsewhere:
-        server, url = _server(context, RIGHT)
-        with server, elsewhere.socket(zmq.DEALER) as ours, elsewhere.socket(zmq.DEALER) as stranger:
-            for client in (ours, stranger):
-                client.linger = 0
-                RIGHT.connect(client)
-            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-            stranger.connect(url)
-            stranger.send(b"let me in")
-            assert not server.poll(500)
-            ours.connect(url)
-            ours.send(b"hello")
-            assert server.poll(10_000)
-            assert server.recv_multipart()[1] == b"hello"
+    with zmq.Context() as context, _server(context) as server:
+        stranger = _client(server, zmq.curve_keypair(), b"let me in")
+        assert not server.poll(500)
+        with stranger, _client(server):
+            assert server.poll(10_000) and server.recv_multipart()[1] == b"hello"
             assert not server.poll(0)
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["says nothing", "is not there"])
 def test_when_nobody_answers_for_a_client_nobody_is_let_in(gone: bool) -> None:
-    with zmq.Context() as context, zmq.Context() as elsewhere, context.socket(zmq.REP) as deaf:
+    with zmq.Context() as context, context.socket(zmq.REP) as deaf:
         deaf.bind("inproc://zeromq.zap.01")  # in the place of the one who answers
-        server, url = _server(context, RIGHT)
-        if gone:
-            deaf.close()
-        with server, elsewhere.socket(zmq.DEALER) as ours:
-            ours.linger = 0
-            RIGHT.connect(ours)
-            ours.connect(url)
-            ours.send(b"hello")
-            assert not server.poll(500)
+        with _server(context) as server:
+            if gone:
+                deaf.close()
+            with _client(server):
+                assert not server.poll(500)
 
 
 def test_sockets_of_one_context_share_who_answers() -> None:
-    with zmq.Context() as context, zmq.Context() as elsewhere:
+    with zmq.Context() as context:
         for _ in range(3):
-            server, url = _server(context, RIGHT)
-            with server, elsewhere.socket(zmq.DEALER) as client:
-                client.linger = 0
-                RIGHT.connect(client)
-                client.connect(url)
-                client.send(b"hello")
+            with _server(context) as server, _client(server):
                 assert server.poll(10_000)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{5: b"NULL"}, {5: b"PLAIN"}, {6: b"k" * 32}, {6: b""}, {2: b"global"}, {0: b"2.0"}],
+    "change", [{5: b"NULL"}, {5: b"PLAIN"}, {6: b"k" * 32}, {6: b""}, {2: b"global"}, {0: b"2.0"}]
 )
 def test_only_the_derived_client_key_is_admitted(change: dict[int, bytes]) -> None:
     key = b"K" * 32
     request = [b"1.0", b"7", b"hypic", b"127.0.0.1", b"", b"CURVE", key]
     assert _verdict(request, key)[:3] == [b"1.0", b"7", b"200"]
-    assert _verdict([change.get(i, frame) for i, frame in enumerate(request)], key)[:3] == [
-        b"1.0",
-        b"7",
-        b"400",
-    ]
+    changed = [change.get(i, frame) for i, frame in enumerate(request)]
+    assert _verdict(changed, key)[:3] == [b"1.0", b"7", b"400"]
     assert _verdict(request[:6], key)[2] == b"400"
 
 

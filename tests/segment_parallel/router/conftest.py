@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
-import socket
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,32 +19,18 @@ from vllm_hypic.segment_parallel import events
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.secret import Secret
 
-from .fake import PERMITS, FakeInstance
+from ..peers import until
+from .fake import PERMITS, FakeInstance, behave
 
 BOUND_S = 20.0
 
 
-def wait_for(met: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> None:
-    until = time.monotonic() + bound_s
-    while not met():
-        assert time.monotonic() < until, f"not within {bound_s} s: {what}"
-        time.sleep(0.005)
+EXPLAIN = {"x-hypic-breakdown": "1"}
 
 
-class Caller:
-    """A client that may leave."""
-
-    def __init__(self, router: RunningRouter, body: dict[str, Any]) -> None:
-        content = json.dumps(body).encode()
-        self._socket = socket.create_connection(("127.0.0.1", router.port), timeout=BOUND_S)
-        self._socket.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(content)}\r\n\r\n".encode()
-            + content
-        )
-
-    def leave(self) -> None:
-        self._socket.close()
+def breakdown(answer: httpx.Response) -> dict[str, Any]:
+    """What an answer says of its request, which had the header ``EXPLAIN``."""
+    return json.loads(answer.headers["x-hypic-breakdown"])
 
 
 class RunningRouter:
@@ -57,6 +42,7 @@ class RunningRouter:
         self._server = HttpServer(app, timeout_graceful_shutdown=1, **options)
         self.port, self.url = self._server.port, self._server.url
         self.http = httpx.Client(base_url=self.url, timeout=BOUND_S)
+        self._clients = ThreadPoolExecutor(64)
 
     def health(self) -> dict[str, Any]:
         try:
@@ -69,14 +55,16 @@ class RunningRouter:
 
     def ready(self, *fakes: FakeInstance) -> None:
         """Wait until it has heard of all of them."""
-        wait_for(
-            lambda: all(self.instance(f).get("up") for f in fakes),
-            "all instances known",
-        )
+        until(lambda: all(self.instance(f).get("up") for f in fakes), "all instances known")
+
+    def load(self, fake: FakeInstance, tokens: int) -> None:
+        """The instance says that it has so much to do, and the router hears it."""
+        fake.loaded(tokens)
+        until(lambda: self.instance(fake)["load_tokens"] == tokens, "its load")
 
     def idle(self) -> None:
         """Wait until nobody has anything to do: a request that comes sooner may find its workers loaded."""
-        wait_for(lambda: not any(i["load_tokens"] for i in self.health()["instances"]), "all are idle")
+        until(lambda: not any(i["load_tokens"] for i in self.health()["instances"]), "all are idle")
 
     def counted(self, name: str, *values: str) -> float:
         """A metric; the sum over the labels that are left out."""
@@ -91,8 +79,19 @@ class RunningRouter:
         headers = more.pop("headers", {})
         return self.http.post("/v1/completions", json={"prompt": prompt, **more}, headers=headers)
 
+    def completing(self, prompt: Any, **more: Any) -> Future[httpx.Response]:
+        """The same, in a thread."""
+        return self._clients.submit(self.complete, prompt, **more)
+
+    def client(self, **body: Any) -> http.client.HTTPConnection:
+        """A client that has asked for a completion, and leaves when it is closed."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=BOUND_S)
+        client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        return client
+
     def close(self) -> None:
         self.http.close()
+        self._clients.shutdown(wait=False)
         self._server.stop()
 
 
@@ -123,9 +122,16 @@ class Site:
             self.routers[-1].ready(*prefill, *combine)
         return self.routers[-1]
 
+    def start(
+        self, workers: int = 2, combines: int = 1, fakes: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[RunningRouter, list[FakeInstance], list[FakeInstance]]:
+        """A router between so many workers and combine nodes, which have ``fakes`` for options."""
+        made = [self.fake(**fakes or {}) for _ in range(workers + combines)]
+        prefill, combine = made[:workers], made[workers:]
+        return self.router(prefill, combine, **options), prefill, combine
+
     def close(self) -> None:
-        for fake in self.fakes:
-            fake.behaviour.hold = fake.behaviour.segments_hang = False
+        behave(self.fakes, hold=False, segments_hang=False)
         with ThreadPoolExecutor() as threads:
             for those in (self.routers, self.fakes):  # a router tries to help when an instance dies
                 for ended in [threads.submit(one.close) for one in those]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,18 @@ PERMITS = Permits(b"p" * 32)
 """What routers of tests sign with."""
 
 
+def description(**fields: Any) -> Description:
+    """What an instance says of itself; whatever is not told is as usual."""
+    usual = {
+        **{"instance": "i", "models": ("m",), "namespace": "n" * 64, "max_model_len": 8192, "limits": LIMITS},
+        **{"receiver": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
+        **{"separator": SEP, "pdep": PDEP, "pad": PAD},
+        **{"link": "hypic", "seam_tokens": SEAM, "min_segment_tokens": LEAST},
+        **{"has_linear": True, "has_attention": True},
+    }
+    return Description(**usual | fields)
+
+
 def word(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "big")
 
@@ -47,6 +60,17 @@ def word(text: str) -> int:
 def tokens_of(text: str) -> list[int]:
     special = {"<|hypic_sep|>": SEP, "<|hypic_pdep|>": PDEP, "<|hypic_pad|>": PAD}
     return [special.get(w, word(w)) for w in text.split()]
+
+
+LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
+_number = itertools.count()
+
+
+def cold(lengths: Sequence[int] = LENGTHS, query: str = "what ?") -> str:
+    """A prompt of segments that nobody has seen, ``lengths`` in tokens: a word is a token."""
+    name = next(_number)
+    segments = [" ".join(f"p{name}s{i}w{j}" for j in range(n)) for i, n in enumerate(lengths)]
+    return " <|hypic_sep|> ".join([*segments, query])
 
 
 @dataclass
@@ -91,6 +115,12 @@ class Behaviour:
     """Chunks after which the whole process dies."""
     tokenize_status: int | None = None
     describe_status: int | None = None
+
+
+def behave(fakes: Iterable[FakeInstance], **how: Any) -> None:
+    for fake in fakes:
+        for name, value in how.items():
+            setattr(fake.behaviour, name, value)
 
 
 @dataclass
@@ -155,21 +185,13 @@ class FakeInstance:
     # -- the engine ------------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        return Description(
+        return description(
             instance=self.instance,
             models=self.models,
             namespace=self.namespace,
             receiver=self.receiver.url,
             events=self.events_url,
-            separator=SEP,
-            pdep=PDEP,
-            pad=PAD,
-            link="hypic",
-            seam_tokens=SEAM,
-            min_segment_tokens=LEAST,
             max_model_len=self.limits.max_request_tokens + 1,
-            has_linear=True,
-            has_attention=True,
             limits=self.limits,
             deadline_s=self.deadline_s,
             shared_tiers=tuple(self.tiers),
@@ -179,31 +201,26 @@ class FakeInstance:
         """The plan that an engine would make."""
         extra = body.get("vllm_xargs") or {}
         method = link_of_request(extra, LinkDefaults("hypic", SEAM))
-        prompt = body.get("prompt")
-        if prompt is None:
-            prompt = chat_text(body["messages"])
-        ids = tokens_of(prompt) if isinstance(prompt, str) else prompt
         namespace = Namespace(self.namespace).scoped(salt=body.get("cache_salt"), lora=None)
-        return build_plan(parse_prompt(ids, IDS), method, namespace, self.limits, min_segment_tokens=LEAST)
+        pieces = parse_prompt(ids_of(body), IDS)
+        return build_plan(pieces, method, namespace, self.limits, min_segment_tokens=LEAST)
 
     def have(self, *keys: str) -> None:
         """Have these cached from now on."""
         self.resident.update(keys)
         self.publisher.change(keys, [], [], self.load)
 
-    def pend(self, *keys: str) -> None:
-        self.publisher.change([], keys, [], self.load)
-
     def loaded(self, tokens: int) -> None:
         self.load = tokens
         self.publisher.change([], [], [], tokens)
 
-    async def _make(self, key: str, tokens: int) -> None:
-        """Compute a record, once whoever asks; one at a time."""
+    async def _obtain(self, key: str, tokens: int, await_s: float | None = None) -> None:
+        """Compute a record or, with ``await_s``, wait for it so long; one at a time, once whoever asks."""
         if key in self.resident:
             return
         if key not in self._making:
-            self._making[key] = asyncio.ensure_future(self._compute(key, tokens))
+            work = self._compute(key, tokens) if await_s is None else self._expect(key, tokens, await_s)
+            self._making[key] = asyncio.ensure_future(work)
         await asyncio.shield(self._making[key])
 
     async def _compute(self, key: str, tokens: int) -> None:
@@ -223,16 +240,9 @@ class FakeInstance:
             self._sent.update({s.ticket: s.delivered for s in self.sender.poll()})
         return self._sent.pop(ticket)
 
-    async def _receive(self, key: str, tokens: int, seconds: float) -> None:
-        """Wait for a record of another instance; compute it when it does not come."""
+    async def _expect(self, key: str, tokens: int, seconds: float) -> None:
+        """Compute the record after all when it does not come."""
         name = object_name(key)
-        if key in self.resident:
-            return
-        if key not in self._making:
-            self._making[key] = asyncio.ensure_future(self._expect(key, name, tokens, seconds))
-        await asyncio.shield(self._making[key])
-
-    async def _expect(self, key: str, name: str, tokens: int, seconds: float) -> None:
         self.publisher.change([], [key], [], self.load)
         self.receiver.expect(name, 1 << 20, lambda data: Verdict.TAKEN)
         until = time.monotonic() + seconds
@@ -254,7 +264,7 @@ class FakeInstance:
             return
         self.withdrawn.append(key)
         del self._making[key]
-        await self._make(key, tokens)
+        await self._obtain(key, tokens)
         self.receiver.settle(name)
 
     # -- HTTP ------------------------------------------------------------------------------------
@@ -281,13 +291,9 @@ class FakeInstance:
         if seen.path == "/tokenize":
             if b.tokenize_status is not None:
                 return error(b.tokenize_status, "no tokens")
-            body = seen.json
-            text = body["prompt"] if "prompt" in body else chat_text(body["messages"])
-            return JSONResponse({"tokens": tokens_of(text), "count": 0, "max_model_len": 0})
+            return JSONResponse({"tokens": ids_of(seen.json), "count": 0, "max_model_len": 0})
         if seen.path == "/detokenize":
-            return JSONResponse(
-                {"prompt": "<|hypic_sep|>"} if seen.json["tokens"] == [SEP] else {"prompt": ""}
-            )
+            return JSONResponse({"prompt": "<|hypic_sep|>" if seen.json["tokens"] == [SEP] else ""})
         if seen.path not in ("/v1/completions", "/v1/chat/completions"):
             return Response(b"\x00proxied\xff" + seen.body, 207, {"x-own": "kept"}, "application/x-thing")
         watch = asyncio.ensure_future(_gone(request))
@@ -322,13 +328,11 @@ class FakeInstance:
         waits = {}
         for segment in plan.segments if plan is not None else ():
             if segment.key not in waits:
-                make = self._receive(segment.key, segment.stop, seconds) if segment.key in remote else None
-                waits[segment.key] = make or self._make(segment.key, segment.stop)
+                await_s = seconds if segment.key in remote else None
+                waits[segment.key] = self._obtain(segment.key, segment.stop, await_s)
         await asyncio.gather(*waits.values())
         if not body.get("stream"):
-            return Response(
-                b'{"choices": [{"text":  "an answer"}]}\n', 200, {"x-engine": "fake"}, "application/json"
-            )
+            return Response(ANSWER, 200, {"x-engine": "fake"}, "application/json")
         return StreamingResponse(self._stream(), 200, {"x-engine": "fake"}, "text/event-stream")
 
     async def _segment(self, seen: Seen, plan: PromptPlan | None, destination: str) -> Response:
@@ -339,7 +343,7 @@ class FakeInstance:
         if plan is None or not plan.warm_only or len(plan.segments) != 1:
             return error(400, "no warm-up prompt of one segment")
         [segment] = plan.segments
-        await self._make(segment.key, segment.stop)
+        await self._obtain(segment.key, segment.stop)
         if (tier := tier_of(destination)) is not None:
             while self.behaviour.tier_hangs:
                 await asyncio.sleep(0.005)
@@ -379,6 +383,7 @@ class FakeInstance:
         return [s for s in list(self.seen) if s.path in ("/v1/completions", "/v1/chat/completions")]
 
 
+ANSWER = b'{"choices": [{"text":  "an answer"}]}\n'
 STREAM = [
     b'data: {"choices": [{"text": "\xc3\xa4',
     b' b"}]}\r\n\r\n',

@@ -12,7 +12,8 @@ from http_server import HttpServer
 
 from vllm_hypic.config.router import RouterConfig
 
-from .conftest import BOUND_S, RunningRouter, wait_for
+from ..peers import until
+from .conftest import BOUND_S, RunningRouter
 
 
 class Upstream:
@@ -36,7 +37,7 @@ def site() -> Iterator[tuple[RunningRouter, Upstream]]:
     upstream = Upstream()
     url = upstream.server.url + "/inner"
     router = RunningRouter(RouterConfig((url,), (url,)))
-    wait_for(lambda: any(i["state"] == "plain" for i in router.health()["instances"]), "the instance known")
+    until(lambda: any(i["state"] == "plain" for i in router.health()["instances"]), "the instance known")
     yield router, upstream
     router.close()
     upstream.server.stop()

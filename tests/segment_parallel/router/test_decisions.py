@@ -11,32 +11,15 @@ from msgspec import structs
 
 from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.primitives.plan import PoolLimits
-from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import InstanceView
 from vllm_hypic.segment_parallel.router import assign
 from vllm_hypic.segment_parallel.router.assign import Decision, RecordSource, decide
 from vllm_hypic.segment_parallel.router.instances import Exclusion, Instance, InstancePool, InstanceState
 from vllm_hypic.segment_parallel.router.plan import Planned, plan_request
 
-IDS = PrimitiveIds(100_000, 100_001, 100_002)
-DESCRIPTION = Description(
-    models=("m",),
-    namespace="a",
-    receiver="tcp://127.0.0.1:7100",
-    events="tcp://127.0.0.1:7101",
-    instance="i",
-    separator=IDS.sep,
-    pdep=IDS.pdep,
-    pad=IDS.pad,
-    link="hypic",
-    seam_tokens=2,
-    min_segment_tokens=4,
-    max_model_len=8192,
-    has_linear=True,
-    has_attention=True,
-    limits=PoolLimits(10_000, 10_000, 64, 8191, 10_000, 1),
-)
+from .fake import SEP, description
+
+DESCRIPTION = description(namespace="a", limits=PoolLimits(10_000, 10_000, 64, 8191, 10_000, 1))
 
 
 class View(InstanceView):
@@ -44,21 +27,18 @@ class View(InstanceView):
 
     known = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.boot = "b"
 
+class Traffic:
+    """What is under way: these come to the combine node."""
 
-class Nothing:
-    """Nothing is under way."""
-
-    on_the_way: tuple[str, ...] = ()
+    def __init__(self, *coming: str) -> None:
+        self._coming = coming
 
     def computing(self, key: str) -> Instance | None:
         return None
 
     def coming(self, key: str, combine: Instance) -> bool:
-        return key in self.on_the_way
+        return key in self._coming
 
 
 def pool(workers: int, *, equals: bool = False) -> InstancePool:
@@ -67,7 +47,8 @@ def pool(workers: int, *, equals: bool = False) -> InstancePool:
     combine = "http://c"
     found = InstancePool(RouterConfig((combine, *prefill) if equals else prefill, (combine,)))
     for i, instance in enumerate(found.instances):
-        instance.view, instance.described_boot = View(), "b"
+        instance.view = View()
+        instance.view.boot = instance.described_boot = "b"
         instance.description = structs.replace(DESCRIPTION, receiver=f"tcp://127.0.0.1:{7000 + i}")
     found.settle()
     return found
@@ -76,14 +57,14 @@ def pool(workers: int, *, equals: bool = False) -> InstancePool:
 def planned(lengths: Sequence[int]) -> Planned:
     ids: list[int] = []
     for i, n in enumerate(lengths):
-        ids += [*range(1000 * i, 1000 * i + n), IDS.sep]
+        ids += [*range(1000 * i, 1000 * i + n), SEP]
     found = plan_request([*ids, 7], {}, None, DESCRIPTION)
     assert found is not None and len(found.segments) == len(lengths)
     return found
 
 
-def decided(of: InstancePool, request: Planned, traffic: Nothing | None = None) -> Decision:
-    return decide(request, of.instances[0], of.spreading(), traffic or Nothing())
+def decided(of: InstancePool, request: Planned, *coming: str) -> Decision:
+    return decide(request, of.instances[0], of.spreading(), Traffic(*coming))
 
 
 def tokens_at(decision: Decision, worker: Instance) -> int:
@@ -93,14 +74,18 @@ def tokens_at(decision: Decision, worker: Instance) -> int:
 def test_present_loads_are_evened_out() -> None:
     of = pool(2)
     _, one, two = of.instances
-    request = planned([100] * 8)
-    even = decided(of, request)
-    assert abs(tokens_at(even, one) - tokens_at(even, two)) <= 2
+
+    def ahead() -> int:
+        """By how many tokens more the second worker has."""
+        found = decided(of, planned([100] * 8))
+        return tokens_at(found, two) - tokens_at(found, one)
+
+    assert abs(ahead()) <= 2
     one.view.load_tokens = 400
-    assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
+    assert ahead() > 300
     one.view.load_tokens = 0
     one.queued_tokens = 400  # of ours, which it does not know of yet
-    assert tokens_at(decided(of, request), one) < tokens_at(decided(of, request), two) - 300
+    assert ahead() > 300
 
 
 def test_what_has_no_warm_up_prompt_is_computed_where_it_is_wanted() -> None:
@@ -133,10 +118,9 @@ def test_what_was_noted_of_an_instance_is_forgotten_in_time(monkeypatch: pytest.
 def test_long_segments_weigh_more_than_their_tokens() -> None:
     """80 + 20 tokens stand against 60 + 30; with attention's share the longest one outweighs all others."""
     even = planned([80, 60, 30, 20])
-    found = pool(2)
     for quadratic, alone in ((0.0, False), (1.0, True)):
         weighed = replace(even, description=structs.replace(even.description, quadratic=quadratic))
-        spread = decide(weighed, found.instances[0], found.spreading(), Nothing())
+        spread = decided(pool(2), weighed)
         with_longest = [t for t in spread.tasks if t.worker is spread.tasks[0].worker]
         assert (len(with_longest) == 1) is alone
 
@@ -150,9 +134,7 @@ def test_what_the_combine_node_makes_or_gets_is_not_asked_for_again() -> None:
     combine.view.pending.add(keys[1])
     combine.has_now(keys[2])
     combine.asked_for(keys[3])
-    traffic = Nothing()
-    traffic.on_the_way = (keys[4],)
-    decision = decided(of, request, traffic)
+    decision = decided(of, request, keys[4])
     assert [t.ask.key for t in decision.tasks] == [keys[5]]
     assert [s.key for s in decision.coming] == [keys[4]]
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
+from typing import Any
 
-import httpx
 import pytest
 
 from vllm_hypic.config.router import RouterConfig
@@ -17,20 +16,13 @@ from vllm_hypic.segment_parallel.router import notifier, watch
 from vllm_hypic.segment_parallel.router.transfers import InFlightTransfers
 from vllm_hypic.segment_parallel.secret import Secret
 
-from .conftest import Caller, RunningRouter, Site, wait_for
-from .fake import STREAM, FakeInstance, tokens_of
-from .prompts import cold
+from ..peers import until
+from .conftest import EXPLAIN, RunningRouter, Site, breakdown
+from .fake import ANSWER, STREAM, FakeInstance, behave, cold, tokens_of
 
 pytestmark = pytest.mark.processes
 
-LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
-
-
-def in_background(*calls: object) -> list[threading.Thread]:
-    threads = [threading.Thread(target=call, daemon=True) for call in calls]
-    for thread in threads:
-        thread.start()
-    return threads
+SEGMENTS, FAILURES, WHOLE = (f"hypic_router_{name}_total" for name in ("segments", "failures", "whole"))
 
 
 def only_late(monkeypatch: pytest.MonkeyPatch, slow: FakeInstance) -> None:
@@ -43,307 +35,140 @@ def only_late(monkeypatch: pytest.MonkeyPatch, slow: FakeInstance) -> None:
     )
 
 
-def ended(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+def answers(router: RunningRouter, prompt: Any = None, **more: Any) -> bool:
+    return router.complete(cold() if prompt is None else prompt, **more).status_code == 200
+
+
+# -- workers
 
 
 @pytest.mark.parametrize("fault", ["status", "killed", "killed_before", "refused"])
 def test_a_worker_that_fails_is_replaced_and_left_out(site: Site, fault: str) -> None:
-    bad, good, combine = site.fake(), site.fake(), site.fake()
-    router = site.router([bad, good], [combine])
-    answers: list[httpx.Response] = []
-    if fault == "status":
-        bad.behaviour.segment_status = 500
-    elif fault == "refused":
-        bad.behaviour.segment_status = 400
-    elif fault == "killed_before":
+    router, [bad, good], [combine] = site.start()
+    statuses = {"status": 500, "refused": 400}
+    behave([bad], segment_status=statuses.get(fault), segments_hang=fault == "killed")
+    if fault == "killed_before":
         bad.kill()
-    else:
-        bad.behaviour.segments_hang = True
-    threads = in_background(lambda: answers.append(router.complete(cold(LENGTHS))))
+    answer = router.completing(cold())
     if fault == "killed":
-        wait_for(lambda: len(bad.segment_requests) >= 2, "the bad worker is asked")
+        until(lambda: len(bad.segment_requests) >= 2, "the bad worker is asked")
         bad.kill()
-    ended(threads)
-    assert answers[0].status_code == 200
+    assert answer.result(20).status_code == 200
     assert combine.computed == [] and len(good.computed) == 8 and bad.computed == []
-    failed = router.counted("hypic_router_segments_total", "failed")
+    failed = router.counted(SEGMENTS, "failed")
     # The longest goes to the first of two idle workers.
-    assert failed >= 2 and failed == router.counted("hypic_router_failures_total", "segment", bad.url)
-    assert router.counted("hypic_router_segments_total", "redispatched") == failed
+    assert failed >= 2 and failed == router.counted(FAILURES, "segment", bad.url)
+    assert router.counted(SEGMENTS, "redispatched") == failed
     assert router.instance(bad)["suspect"] == (fault != "refused")
     if fault != "refused":
         before = len(bad.segment_requests)
-        assert router.complete(cold([100, 100, 100])).status_code == 200
+        assert answers(router, cold([100, 100, 100]))
         # With one worker left nothing is gained by sending one worker's work elsewhere, but nothing is lost.
         assert len(bad.segment_requests) == before
 
 
 def test_a_worker_is_asked_again_once_it_is_well(site: Site) -> None:
-    bad, good, combine = site.fake(), site.fake(), site.fake()
-    router = site.router([bad, good], [combine])
+    router, [bad, _], _ = site.start()
     bad.kill()
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert not router.instance(bad)["up"]
+    assert answers(router) and not router.instance(bad)["up"]
     bad.start()
-    wait_for(lambda: router.instance(bad)["up"], "it is trusted again")
+    until(lambda: router.instance(bad)["up"], "it is trusted again")
     router.idle()
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert bad.computed
+    assert answers(router) and bad.computed
 
 
-def test_no_segment_is_asked_twice_of_one_worker_and_in_the_end_the_combine_node_computes(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fault", "remind_s", "options"),
+    [
+        ({"segment_status": 503}, 1000.0, {}),  # told at once, not when reminded
+        ({"segments_lost": True}, 0.2, {}),  # found no longer wanted, for a request that has left
+        ({"segments_hang": True}, notifier._REMIND_S, {"straggler_min_s": 0.5, "straggler_factor": 1.0}),
+    ],
+    ids=["fail", "deliver what is not there", "hang"],
+)
+def test_when_all_workers_fail_the_combine_node_computes(
+    site: Site, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], remind_s: float, options: dict
 ) -> None:
-    monkeypatch.setattr(notifier, "_REMIND_S", 1000.0)  # told at once, not when reminded
-    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
-    router = site.router(workers, [combine])
-    for worker in workers:
-        worker.behaviour.segment_status = 503
-    begun = time.monotonic()
-    prompt = cold(LENGTHS)
-    assert router.complete(prompt).status_code == 200
-    assert time.monotonic() - begun < 15  # not its deadline
-    assert len(combine.computed) == 8 == len(combine.withdrawn)
-    for worker in workers:
-        asked = [tuple(s.json["prompt"]) for s in worker.segment_requests]
-        assert len(set(asked)) == len(asked)
-    assert router.counted("hypic_router_segments_total", "local") == 8
+    monkeypatch.setattr(notifier, "_REMIND_S", remind_s)
+    router, workers, [combine] = site.start(fakes={"deadline_s": 300.0}, **options)
+    if options:  # the speed of workers is known
+        assert answers(router)
+        router.idle()
+    behave(workers, **fault)
+    begun, prompt = time.monotonic(), cold()
+    assert answers(router, prompt)
+    assert {s.key for s in combine.plan({"prompt": prompt}).segments} <= set(combine.computed)
+    assert options or len(combine.computed) == 8
+    if "segment_status" in fault:
+        assert time.monotonic() - begun < 15, "not its deadline"
+        assert len(combine.withdrawn) == 8 == router.counted(SEGMENTS, "local")
+        for worker in workers:
+            asked = [tuple(s.json["prompt"]) for s in worker.segment_requests]
+            assert len(set(asked)) == len(asked), "a worker was asked twice"
 
 
 def test_a_combine_node_that_reads_its_request_after_the_withdrawal(site: Site) -> None:
-    worker, combine = site.fake(), site.fake(deadline_s=300.0)
-    router = site.router([worker, site.fake()], [combine])
-    for fake in (worker, site.fakes[-1]):
-        fake.behaviour.segment_status = 503
-    combine.behaviour.hold = True
-    answers: list[httpx.Response] = []
-    threads = in_background(lambda: answers.append(router.complete(cold(LENGTHS))))
-    wait_for(lambda: router.counted("hypic_router_segments_total", "local") == 8, "all are given up")
-    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "and withdrawn")
-    combine.behaviour.hold = False
-    ended(threads)
-    assert answers[0].status_code == 200 and len(combine.computed) == 8
-
-
-def test_records_that_were_delivered_and_are_not_there(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when they were found no longer wanted, for a request that has left."""
-    monkeypatch.setattr(notifier, "_REMIND_S", 0.2)
-    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
-    router = site.router(workers, [combine])
-    workers[0].behaviour.segments_lost = workers[1].behaviour.segments_lost = True
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert len(combine.computed) == 8
+    router, workers, [combine] = site.start(fakes={"deadline_s": 300.0})
+    behave(workers, segment_status=503)
+    behave([combine], hold=True)
+    answer = router.completing(cold())
+    until(lambda: router.counted(SEGMENTS, "local") == 8, "all are given up")
+    until(lambda: router.health()["in_flight_transfers"] == 0, "and withdrawn")
+    behave([combine], hold=False)
+    assert answer.result(20).status_code == 200 and len(combine.computed) == 8
 
 
 def test_a_straggler_is_helped_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, fast, combine = site.fake(), site.fake(), site.fake()
+    router, [slow, fast], [combine] = site.start(straggler_min_s=0.5, straggler_factor=1.0)
     only_late(monkeypatch, slow)
-    router = site.router([slow, fast], [combine], straggler_min_s=0.5, straggler_factor=1.0)
-    for fake in (slow, fast):
-        fake.behaviour.s_per_token = 0.0002
-    assert router.complete(cold(LENGTHS)).status_code == 200
+    behave([slow, fast], s_per_token=0.0002)
+    assert answers(router)
     router.idle()
-    slow.behaviour.segments_hang = True
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert combine.computed == []
-    late = router.counted("hypic_router_segments_total", "redispatched")
-    assert late >= 1 and late == router.counted("hypic_router_failures_total", "segment", slow.url)
-    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
+    behave([slow], segments_hang=True)
+    assert answers(router) and combine.computed == []
+    late = router.counted(SEGMENTS, "redispatched")
+    assert late >= 1 and late == router.counted(FAILURES, "segment", slow.url)
+    until(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
     assert router.instance(slow)["suspect"]  # nothing new is sent there
-    wait_for(lambda: router.instance(slow)["load_tokens"] == 0, "its load is forgotten")
+    until(lambda: router.instance(slow)["load_tokens"] == 0, "its load is forgotten")
     before = len(slow.segment_requests)
-    assert router.complete(cold([100, 100])).status_code == 200
-    assert len(slow.segment_requests) == before
-
-
-def test_hung_workers_without_another_one(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=300.0)
-    router = site.router(workers, [combine], straggler_min_s=0.5, straggler_factor=1.0)
-    assert router.complete(cold(LENGTHS)).status_code == 200  # their speed is known
-    router.idle()
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    prompt = cold(LENGTHS)
-    assert router.complete(prompt).status_code == 200
-    assert {s.key for s in combine.plan({"prompt": prompt}).segments} <= set(combine.computed)
+    assert answers(router, cold([100, 100])) and len(slow.segment_requests) == before
 
 
 def test_a_segment_that_another_router_has_computed_is_not_computed_again(site: Site) -> None:
     workers, combines = [site.fake(), site.fake()], [site.fake(), site.fake()]
-    routers = [site.router(workers, [c]) for c in combines]
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    prompt = cold(LENGTHS)
-    threads = in_background(lambda: routers[0].complete(prompt))
-    wait_for(
-        lambda: sum(routers[1].instance(w)["pending"] for w in workers) >= 2, "the second one hears of it"
-    )
-    threads += in_background(lambda: routers[1].complete(prompt))
-    wait_for(lambda: combines[1].composed, "the second one has sent it on")
-    for worker in workers:
-        worker.behaviour.segments_hang = False
-    ended(threads)
+    one, other = [site.router(workers, [c]) for c in combines]
+    behave(workers, segments_hang=True)
+    prompt = cold()
+    first = one.completing(prompt)
+    until(lambda: sum(other.instance(w)["pending"] for w in workers) >= 2, "the second one hears of it")
+    second = other.completing(prompt)
+    until(lambda: combines[1].composed, "the second one has sent it on")
+    behave(workers, segments_hang=False)
+    assert first.result(20).status_code == second.result(20).status_code == 200
     assert combines[0].computed == combines[1].computed == []
-    assert routers[1].counted("hypic_router_segments_total", "joined") >= 2
+    assert other.counted(SEGMENTS, "joined") >= 2
     computed = workers[0].computed + workers[1].computed
     pending = {s.key for s in combines[0].plan({"prompt": prompt}).segments} & set(computed)
     assert len(pending) == 8 and len(combines[0].resident) == len(combines[1].resident) == 8
 
 
 def test_one_worker_computes_for_two_combine_nodes(site: Site) -> None:
-    workers, combines = [site.fake(), site.fake()], [site.fake(), site.fake()]
-    router = site.router(workers, combines)
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    prompt = cold(LENGTHS)
-    threads = in_background(lambda: router.complete(prompt))
-    wait_for(lambda: combines[0].composed or combines[1].composed, "the first one is sent on")
-    [first] = [c for c in combines if c.composed]
-    [second] = [c for c in combines if c is not first]
+    router, workers, combines = site.start(combines=2)
+    behave(workers, segments_hang=True)
+    prompt = cold()
+    asked = [router.completing(prompt)]
+    until(lambda: combines[0].composed or combines[1].composed, "the first one is sent on")
+    first, second = sorted(combines, key=lambda c: not c.composed)
     first.loaded(1_000_000)
-    wait_for(lambda: router.instance(first)["load_tokens"] >= 1_000_000, "it is loaded")
-    threads += in_background(lambda: router.complete(prompt))
-    wait_for(lambda: second.composed, "the second one goes elsewhere")
-    for worker in workers:
-        worker.behaviour.segments_hang = False
-    ended(threads)
+    until(lambda: router.instance(first)["load_tokens"] >= 1_000_000, "it is loaded")
+    asked.append(router.completing(prompt))
+    until(lambda: second.composed, "the second one goes elsewhere")
+    behave(workers, segments_hang=False)
+    assert [answer.result(20).status_code for answer in asked] == [200, 200]
     assert len(workers[0].computed + workers[1].computed) == 8
     assert len(first.resident) == len(second.resident) == 8 and not first.computed + second.computed
-    assert router.counted("hypic_router_segments_total", "joined") == 8
-
-
-@pytest.mark.parametrize("fault", ["killed", "status", "error_event", "connect"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_combine_node_that_fails_before_its_first_byte(site: Site, fault: str, stream: bool) -> None:
-    if fault == "error_event" and not stream:
-        return
-    workers, combines = [site.fake(), site.fake()], [site.fake(), site.fake()]
-    router = site.router(workers, combines)
-    combines[1].loaded(100_000)
-    wait_for(lambda: router.instance(combines[1])["load_tokens"] == 100_000, "load: the first one is chosen")
-    bad = combines[0].behaviour
-    bad.hold = fault == "killed"
-    bad.error_event = fault == "error_event"
-    bad.answer_status = 503 if fault == "status" else None
-    if fault == "connect":
-        combines[0].kill()
-    answers: list[httpx.Response] = []
-    prompt = cold(LENGTHS)
-    threads = in_background(
-        lambda: answers.append(
-            router.complete(prompt, stream=stream, headers={"x-hypic-breakdown": "1", "x-request-id": "r"})
-        )
-    )
-    if fault == "killed":
-        wait_for(lambda: combines[0].composed, "it has the request")
-        combines[0].kill()
-    ended(threads)
-    [answer] = answers
-    assert answer.status_code == 200
-    assert answer.content == (b"".join(STREAM) if stream else b'{"choices": [{"text":  "an answer"}]}\n')
-    assert json.loads(answer.headers["x-hypic-breakdown"])["combine"] == combines[1].url
-    assert combines[1].computed == [] and len(combines[1].resident) == 8
-    assert len(workers[0].computed + workers[1].computed) == 8
-    assert router.counted("hypic_router_failures_total", "answer", combines[0].url) == 1
-    assert [s.headers["x-request-id"] for s in combines[1].composed] == ["r"]
-
-
-def test_when_all_combine_nodes_fail_the_client_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SILENCE_S", 1.0)
-    monkeypatch.setattr(watch, "_SILENT_AGAIN_S", 0.5)
-    worker, combines = site.fake(), [site.fake(), site.fake()]
-    router = site.router([worker], combines)
-    for combine in combines:
-        combine.behaviour.answer_status = 500
-    answer = router.complete("a b", headers={"x-request-id": "mine"})
-    assert answer.status_code == 500 and answer.json()["error"]["type"] == "FakeError"
-    for combine in combines:
-        combine.kill()
-    answer = router.complete("a b")
-    assert answer.status_code == 502 and "no instance could answer" in answer.json()["error"]["message"]
-    answer = router.http.get("/v1/models")
-    assert answer.status_code == 502
-    wait_for(lambda: router.http.get("/healthcheck").status_code == 503, "it is not healthy")
-    wait_for(lambda: router.complete("a b").status_code == 503, "nobody is left", 30)
-
-
-def test_a_stream_that_breaks_off_ends_with_an_error_event(site: Site) -> None:
-    worker, combine = site.fake(), site.fake()
-    router = site.router([worker], [combine])
-    combine.behaviour.die_after = 1
-    answer = router.complete("a b", stream=True)
-    begun, event, done, rest = answer.content.split(b"\n\n")
-    assert begun == STREAM[0] and done == b"data: [DONE]" and rest == b""
-    error = json.loads(event.removeprefix(b"data: "))["error"]
-    assert error["code"] == 500 and error["type"] == "InternalServerError"
-    assert router.counted("hypic_router_failures_total", "stream", combine.url) == 1
-
-
-def test_a_combine_node_that_falls_silent(site: Site) -> None:
-    workers, combines = [site.fake()], [site.fake(), site.fake()]
-    router = site.router(workers, combines, silence_s=2.0)
-    combines[1].loaded(100_000)
-    wait_for(lambda: router.instance(combines[1])["load_tokens"] == 100_000, "load: the first one is chosen")
-    combines[0].behaviour.hold = True
-    answers: list[httpx.Response] = []
-    threads = in_background(lambda: answers.append(router.complete("a b")))
-    wait_for(lambda: combines[0].composed, "it has the request")
-    combines[0].publisher.close()
-    ended(threads)
-    assert answers[0].status_code == 200 and len(combines[1].composed) == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_cancels_its_requests(site: Site, stream: bool) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    caller = Caller(router, {"prompt": cold(LENGTHS), "stream": stream})
-    wait_for(lambda: combine.composed, "the combine node has it")
-    wait_for(lambda: [len(w.segment_requests) for w in workers] == [2, 2], "the workers have theirs")
-    caller.leave()
-    wait_for(lambda: combine.cancelled == 1, "the combine node is told")
-    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "nothing is left of it")
-    wait_for(lambda: sum(w.cancelled for w in workers) == 4, "so are the workers, two requests each")
-    for worker in workers:
-        assert router.instance(worker)["load_tokens"] == 0 and not router.instance(worker)["suspect"]
-        worker.behaviour.segments_hang = False
-    assert router.counted("hypic_router_disconnects_total") == 1
-    assert router.complete(cold(LENGTHS)).status_code == 200
-
-
-def test_a_client_that_leaves_does_not_disturb_those_who_share(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    prompt, answers = cold(LENGTHS), []
-
-    caller = Caller(router, {"prompt": prompt})
-    wait_for(lambda: combine.composed, "the first one is there")
-    threads = in_background(lambda: answers.append(router.complete(prompt)))
-    wait_for(lambda: len(combine.composed) == 2, "so is the second one")
-    caller.leave()
-    wait_for(lambda: combine.cancelled == 1, "the first one has left")
-    for worker in workers:
-        worker.behaviour.segments_hang = False
-    ended(threads)
-    assert answers[0].status_code == 200
-    assert len(workers[0].segment_requests + workers[1].segment_requests) == 8 and combine.computed == []
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_stream(site: Site) -> None:
-    worker, combine = site.fake(), site.fake()
-    router = site.router([worker], [combine])
-    combine.behaviour.chunk_s = 3.0
-    with router.http.stream("POST", "/v1/completions", json={"prompt": "a b", "stream": True}) as answer:
-        assert next(answer.iter_raw()) == STREAM[0]
-    wait_for(lambda: router.instance(combine)["open_requests"] == 0, "the router has let go")
-    assert router.counted("hypic_router_disconnects_total") == 1
+    assert router.counted(SEGMENTS, "joined") == 8
 
 
 def test_another_model_is_excluded_and_taken_back(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -351,130 +176,226 @@ def test_another_model_is_excluded_and_taken_back(site: Site, caplog: pytest.Log
     with caplog.at_level(logging.ERROR, "vllm_hypic"):
         router = site.router([worker, other], [combine], ready=False)
         router.ready(worker, combine)
-        wait_for(lambda: router.instance(other)["state"] == "excluded", "it is excluded")
+        until(lambda: router.instance(other)["state"] == "excluded", "it is excluded")
     assert any(other.url in r.message and "namespace" in r.message for r in caplog.records)
-    assert router.counted("hypic_router_failures_total", "namespace", other.url) == 1
+    assert router.counted(FAILURES, "namespace", other.url) == 1
     assert router.counted("hypic_router_instance_excluded", other.url) == 1
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert other.completions == []
+    assert answers(router) and other.completions == []
     other.kill()
     other.namespace = worker.namespace
     other.start()
-    wait_for(lambda: router.instance(other)["up"], "it is described anew")
+    until(lambda: router.instance(other)["up"], "it is described anew")
+
+
+def test_a_worker_restarted_with_another_model(site: Site) -> None:
+    router, [worker, _], [combine] = site.start()
+    worker.kill()
+    worker.namespace = "o" * 64
+    worker.start()
+    assert answers(router)  # whenever it notices
+    until(lambda: router.instance(worker)["state"] == "excluded", "it is excluded")
+    assert combine.resident >= {s.key for s in combine.plan(combine.composed[0].json).segments}
+
+
+def test_a_worker_with_a_smaller_pool_gets_what_fits(site: Site) -> None:
+    small, other = site.fake(limits=PoolLimits(1000, 1000, 64, 99, 1000, 1)), site.fake()
+    router = site.router([small, other], [site.fake()])
+    assert answers(router, cold([150, 80, 160, 90, 170, 70]))
+    assert len(small.computed) >= 2 and len(small.computed) + len(other.computed) == 6
+    assert router.counted(FAILURES) == 0
+
+
+# -- combine nodes
+
+
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    [(fault, stream) for fault in ("killed", "status", "connect") for stream in (False, True)]
+    + [("error_event", True)],
+)
+def test_a_combine_node_that_fails_before_its_first_byte(site: Site, fault: str, stream: bool) -> None:
+    router, workers, [bad, good] = site.start(combines=2)
+    router.load(good, 100_000)  # the other one is chosen
+    status = 503 if fault == "status" else None
+    behave([bad], hold=fault == "killed", error_event=fault == "error_event", answer_status=status)
+    if fault == "connect":
+        bad.kill()
+    asked = router.completing(cold(), stream=stream, headers={**EXPLAIN, "x-request-id": "r"})
+    if fault == "killed":
+        until(lambda: bad.composed, "it has the request")
+        bad.kill()
+    answer = asked.result(20)
+    assert answer.status_code == 200 and breakdown(answer)["combine"] == good.url
+    assert answer.content == (b"".join(STREAM) if stream else ANSWER)
+    assert good.computed == [] and len(good.resident) == 8
+    assert len(workers[0].computed + workers[1].computed) == 8
+    assert router.counted(FAILURES, "answer", bad.url) == 1
+    assert [s.headers["x-request-id"] for s in good.composed] == ["r"]
+
+
+def test_when_all_combine_nodes_fail_the_client_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "SILENCE_S", 1.0)
+    monkeypatch.setattr(watch, "_SILENT_AGAIN_S", 0.5)
+    router, _, combines = site.start(1, 2)
+    behave(combines, answer_status=500)
+    answer = router.complete("a b", headers={"x-request-id": "mine"})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "FakeError"
+    for combine in combines:
+        combine.kill()
+    answer = router.complete("a b")
+    assert answer.status_code == 502 and "no instance could answer" in answer.json()["error"]["message"]
+    assert router.http.get("/v1/models").status_code == 502
+    until(lambda: router.http.get("/healthcheck").status_code == 503, "it is not healthy")
+    until(lambda: router.complete("a b").status_code == 503, "nobody is left", 30)
 
 
 def test_a_request_that_fails_everywhere_does_not_take_everything_down(site: Site) -> None:
-    worker, combines = site.fake(), [site.fake() for _ in range(4)]
-    router = site.router([worker], combines)
-    for combine in combines:
-        combine.behaviour.answer_status = 500
+    router, _, combines = site.start(1, 4)
+    behave(combines, answer_status=500)
     assert router.complete("a b").status_code == 500
     assert sum(len(c.composed) for c in combines) == 3
     assert router.http.get("/healthcheck").status_code == 200
-    for combine in combines:
-        combine.behaviour.answer_status = None
-    assert router.complete("a b").status_code == 200
+    behave(combines, answer_status=None)
+    assert answers(router, "a b")
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error_event(site: Site) -> None:
+    router, _, [combine] = site.start(1)
+    behave([combine], die_after=1)
+    answer = router.complete("a b", stream=True)
+    begun, event, done, rest = answer.content.split(b"\n\n")
+    assert begun == STREAM[0] and done == b"data: [DONE]" and rest == b""
+    error = json.loads(event.removeprefix(b"data: "))["error"]
+    assert error["code"] == 500 and error["type"] == "InternalServerError"
+    assert router.counted(FAILURES, "stream", combine.url) == 1
+
+
+def test_a_combine_node_that_falls_silent(site: Site) -> None:
+    router, _, [silent, other] = site.start(1, 2, silence_s=2.0)
+    router.load(other, 100_000)  # the other one is chosen
+    behave([silent], hold=True)
+    answer = router.completing("a b")
+    until(lambda: silent.composed, "it has the request")
+    silent.publisher.close()
+    assert answer.result(20).status_code == 200 and len(other.composed) == 1
+
+
+# -- clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_cancels_its_requests(site: Site, stream: bool) -> None:
+    router, workers, [combine] = site.start()
+    behave(workers, segments_hang=True)
+    client = router.client(prompt=cold(), stream=stream)
+    until(lambda: combine.composed, "the combine node has it")
+    until(lambda: [len(w.segment_requests) for w in workers] == [2, 2], "the workers have theirs")
+    client.close()
+    until(lambda: combine.cancelled == 1, "the combine node is told")
+    until(lambda: router.health()["in_flight_transfers"] == 0, "nothing is left of it")
+    until(lambda: sum(w.cancelled for w in workers) == 4, "so are the workers, two requests each")
+    for worker in workers:
+        assert router.instance(worker)["load_tokens"] == 0 and not router.instance(worker)["suspect"]
+    behave(workers, segments_hang=False)
+    assert router.counted("hypic_router_disconnects_total") == 1
+    assert answers(router)
+
+
+def test_a_client_that_leaves_does_not_disturb_those_who_share(site: Site) -> None:
+    router, workers, [combine] = site.start()
+    behave(workers, segments_hang=True)
+    prompt = cold()
+    client = router.client(prompt=prompt)
+    until(lambda: combine.composed, "the first one is there")
+    answer = router.completing(prompt)
+    until(lambda: len(combine.composed) == 2, "so is the second one")
+    client.close()
+    until(lambda: combine.cancelled == 1, "the first one has left")
+    behave(workers, segments_hang=False)
+    assert answer.result(20).status_code == 200
+    assert len(workers[0].segment_requests + workers[1].segment_requests) == 8 and combine.computed == []
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream(site: Site) -> None:
+    router, _, [combine] = site.start(1)
+    behave([combine], chunk_s=3.0)
+    with router.http.stream("POST", "/v1/completions", json={"prompt": "a b", "stream": True}) as answer:
+        assert next(answer.iter_raw()) == STREAM[0]
+    until(lambda: router.instance(combine)["open_requests"] == 0, "the router has let go")
+    assert router.counted("hypic_router_disconnects_total") == 1
+
+
+# -- what instances say of themselves, and the router
 
 
 def test_an_instance_under_two_names_counts_once(site: Site) -> None:
     worker, combine = site.fake(), site.fake()
     again = combine.url.replace("127.0.0.1", "localhost")
-    router = site.router([worker], [combine])
-    settings = RouterConfig((worker.url, again), (combine.url,))
-    site.routers.append(RunningRouter(settings))
-    router = site.routers[-1]
-    wait_for(
+    router = RunningRouter(RouterConfig((worker.url, again), (combine.url,)))
+    site.routers.append(router)
+    until(
         lambda: any(i["url"] == again and i["state"] == "excluded" for i in router.health()["instances"]),
         "the second name is excluded",
     )
     router.ready(worker, combine)
-    assert router.complete(cold(LENGTHS)).status_code == 200
+    assert answers(router)
 
 
 def test_a_prompt_that_is_too_long_is_not_computed_in_vain(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
+    router, workers, _ = site.start()
     prompt = cold([100] * 90)
     for form in (prompt, tokens_of(prompt)):
-        answer = router.complete(form, headers={"x-hypic-breakdown": "1"})
-        assert json.loads(answer.headers["x-hypic-breakdown"])["reason"] == "not_planned"
+        assert breakdown(router.complete(form, headers=EXPLAIN))["reason"] == "not_planned"
     assert not workers[0].completions and not workers[1].completions
-
-
-def test_a_worker_restarted_with_another_model(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    workers[0].kill()
-    workers[0].namespace = "o" * 64
-    workers[0].start()
-    assert router.complete(cold(LENGTHS)).status_code == 200  # whenever it notices
-    wait_for(lambda: router.instance(workers[0])["state"] == "excluded", "it is excluded")
-    assert combine.resident >= {s.key for s in combine.plan(combine.composed[0].json).segments}
-
-
-def test_a_worker_with_a_smaller_pool_gets_what_fits(site: Site) -> None:
-    small = site.fake(limits=PoolLimits(1000, 1000, 64, 99, 1000, 1))
-    workers, combine = [small, site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    assert router.complete(cold([150, 80, 160, 90, 170, 70])).status_code == 200
-    assert len(small.computed) >= 2 and len(small.computed) + len(workers[1].computed) == 6
-    assert router.counted("hypic_router_failures_total") == 0
 
 
 @pytest.mark.parametrize("status", [404, 501, 401])
 def test_instances_that_do_not_describe_themselves(site: Site, status: int) -> None:
     plain = site.fake()
-    plain.behaviour.describe_status = status
+    behave([plain], describe_status=status)
     router = site.router([plain], [plain], ready=False)
     if status == 401:
-        wait_for(lambda: "--api-key" in router.instance(plain).get("reason", ""), "the reason")
-        assert router.complete(cold(LENGTHS)).status_code == 503
+        until(lambda: "--api-key" in router.instance(plain).get("reason", ""), "the reason")
+        assert router.complete(cold()).status_code == 503
         assert router.http.get("/healthcheck").status_code == 503
     else:
-        wait_for(lambda: router.instance(plain).get("state") == "plain", "it answers whole")
-        assert router.complete(cold(LENGTHS)).status_code == 200
-        assert plain.composed and not plain.segment_requests
+        until(lambda: router.instance(plain).get("state") == "plain", "it answers whole")
+        assert answers(router) and plain.composed and not plain.segment_requests
 
 
 def test_the_key_is_for_the_router_itself_only(site: Site) -> None:
-    worker, combine = site.fake(), site.fake()
-    router = site.router([worker], [combine], api_key="of-the-router")
-    assert router.complete(cold(LENGTHS)).status_code == 200
+    router, [worker], [combine] = site.start(1, api_key="of-the-router")
+    assert answers(router)
     for seen in [*worker.seen, *combine.seen]:
         own = seen.path in ("/v1/hypic/describe", "/detokenize")
         assert seen.headers.get("authorization") == ("Bearer of-the-router" if own else None), seen.path
 
 
 def test_tokens_that_cannot_be_had(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    combine.behaviour.tokenize_status = 500
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert router.counted("hypic_router_whole_total", "not_tokenised") == 1
-    assert router.counted("hypic_router_failures_total", "tokenize", combine.url) == 1
+    router, _, [combine] = site.start()
+    behave([combine], tokenize_status=500)
+    assert answers(router)
+    assert router.counted(WHOLE, "not_tokenised") == 1
+    assert router.counted(FAILURES, "tokenize", combine.url) == 1
 
 
 def test_with_a_secret(site: Site) -> None:
     secret = Secret(b"s" * 32)
-    fakes = [site.fake(secret=secret) for _ in range(3)]
-    router = site.router(fakes[:2], fakes[2:], secret=secret)
-    assert router.complete(cold(LENGTHS)).status_code == 200
+    router, workers, [combine] = site.start(fakes={"secret": secret}, secret=secret)
+    assert answers(router)
     router.idle()
-    for worker in fakes[:2]:
-        worker.behaviour.segment_status = 500
-    assert router.complete(cold(LENGTHS)).status_code == 200
-    assert len(fakes[2].computed) == 8  # the withdrawal was let in, too
-    without = site.router(fakes[:2], fakes[2:], ready=False)
-    wait_for(lambda: all(without.instance(f).get("state") == "described" for f in fakes), "all are described")
-    assert without.complete(cold(LENGTHS)).status_code == 200
-    assert without.counted("hypic_router_whole_total", "no_workers") == 1
+    behave(workers, segment_status=500)
+    assert answers(router) and len(combine.computed) == 8  # the withdrawal was let in, too
+    without = site.router(workers, [combine], ready=False)
+    for fake in site.fakes:
+        until(lambda f=fake: without.instance(f).get("state") == "described", "all are described")
+    assert answers(without) and without.counted(WHOLE, "no_workers") == 1
 
 
 def test_a_new_router_knows_what_the_old_one_had_made(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    prompt = cold(LENGTHS)
-    assert site.router(workers, [combine]).complete(prompt).status_code == 200
+    router, workers, [combine] = site.start()
+    prompt = cold()
+    assert answers(router, prompt)
     router = site.router(workers, [combine])
     assert router.instance(combine)["resident"] == 8
-    assert router.complete(prompt).status_code == 200
-    assert router.counted("hypic_router_whole_total", "no_gain") == 1
+    assert answers(router, prompt) and router.counted(WHOLE, "no_gain") == 1

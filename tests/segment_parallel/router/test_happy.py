@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
-from .conftest import Site, wait_for
-from .fake import SEP, STREAM, tokens_of
-from .prompts import cold
-
-LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
+from ..peers import until
+from .conftest import EXPLAIN, Site, breakdown
+from .fake import ANSWER, LENGTHS, SEP, STREAM, behave, cold, tokens_of
 
 
 def test_segments_go_to_the_workers_and_arrive_before_the_answer(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    prompt = cold(LENGTHS)
-    answer = router.complete(prompt, headers={"x-hypic-breakdown": "1", "x-request-id": "mine"})
-    assert answer.status_code == 200
-    assert answer.content == b'{"choices": [{"text":  "an answer"}]}\n'
-    assert answer.headers["x-engine"] == "fake"
+    router, workers, [combine] = site.start()
+    prompt = cold()
+    answer = router.complete(prompt, headers={**EXPLAIN, "x-request-id": "mine"})
+    assert answer.status_code == 200 and answer.headers["x-engine"] == "fake"
+    assert answer.content == ANSWER
     keys = [s.key for s in combine.plan({"prompt": prompt}).segments]
     assert len(keys) == 8
     assert sorted(workers[0].computed + workers[1].computed) == sorted(keys)
-    assert combine.computed == [] and combine.resident == set(keys)
     assert workers[0].computed and workers[1].computed
+    assert combine.computed == [] and combine.resident == set(keys)
     [composed] = combine.composed
     assert sorted(composed.extra["hypic_remote"]) == sorted(keys)
-    assert composed.json["prompt"] == prompt
-    assert composed.headers["x-request-id"] == "mine"
-    told = json.loads(answer.headers["x-hypic-breakdown"])
+    assert composed.json["prompt"] == prompt and composed.headers["x-request-id"] == "mine"
+    told = breakdown(answer)
     assert told["kind"] == "parallel" and len(told["segments"]) == 8 and told["local"] == 0
     assert {s["worker"] for s in told["segments"]} == {w.url for w in workers}
     assert sum(s["tokens"] for s in told["segments"]) == sum(LENGTHS) - 7 * 2
-    for part in ("plan_s", "dispatch_s", "combine_s", "first_byte_s"):
-        assert told[part] >= 0
+    assert all(told[part] >= 0 for part in ("plan_s", "dispatch_s", "combine_s", "first_byte_s"))
     assert router.counted("hypic_router_segments_total", "dispatched") == 8
     assert router.counted("hypic_router_requests_total", "parallel") == 1
     assert router.counted("hypic_router_failures_total") == 0
@@ -44,48 +37,40 @@ def test_segments_go_to_the_workers_and_arrive_before_the_answer(site: Site) -> 
     tokens = dict(zip(keys, LENGTHS, strict=True))
     loads = [sum(tokens[k] for k in w.computed) for w in workers]
     assert max(loads) <= (4 / 3 - 1 / 6) * sum(LENGTHS) / 2
-    wait_for(lambda: router.counted("hypic_router_dispatch_seconds_count") == 1, "the dispatch is observed")
+    until(lambda: router.counted("hypic_router_dispatch_seconds_count") == 1, "the dispatch is observed")
 
 
 def test_the_same_again_goes_whole(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    prompt = cold(LENGTHS)
+    router, workers, [combine] = site.start()
+    prompt = cold()
     assert router.complete(prompt).status_code == 200
-    wait_for(lambda: router.instance(combine)["resident"] == 8, "events of the receiver")
-    again = router.complete(prompt, headers={"x-hypic-breakdown": "1"})
-    assert json.loads(again.headers["x-hypic-breakdown"])["reason"] == "no_gain"
+    until(lambda: router.instance(combine)["resident"] == 8, "events of the receiver")
+    assert breakdown(router.complete(prompt, headers=EXPLAIN))["reason"] == "no_gain"
     assert "hypic_remote" not in combine.composed[-1].extra
     assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
 
 
 def test_a_stream_comes_byte_for_byte(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    combine.behaviour.chunk_s = 0.01
-    router = site.router(workers, [combine])
-    for body in ({"prompt": cold(LENGTHS)}, {"prompt": "a b c"}):
+    router, _, [combine] = site.start()
+    behave([combine], chunk_s=0.01)
+    for body in ({"prompt": cold()}, {"prompt": "a b c"}):
         with router.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert b"".join(answer.iter_raw()) == b"".join(STREAM)
 
 
 def test_errors_of_the_instance_come_as_they_are(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
+    router, _, [combine] = site.start()
     for status in (400, 401, 404, 422):
-        combine.behaviour.answer_status = status
-        for prompt in (cold(LENGTHS), "a b c"):
-            answer = router.complete(prompt)
-            assert answer.status_code == status
-            assert answer.json() == {
-                "error": {"message": "told to fail", "type": "FakeError", "code": status}
-            }
+        behave([combine], answer_status=status)
+        for prompt in (cold(), "a b c"):
+            answer, error = router.complete(prompt), {"message": "told to fail", "type": "FakeError"}
+            assert (answer.status_code, answer.json()) == (status, {"error": {**error, "code": status}})
     assert router.counted("hypic_router_failures_total") == 0
 
 
 def test_token_ids_that_are_none_are_the_instances_to_refuse(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
+    router, _, _ = site.start()
     ids = tokens_of(cold([80, 90, 100]))
     for token in (-(2**63) - 1, 2**63, 2**64, 2**70):
         answer = router.complete([*ids[:10], token, *ids[10:]])
@@ -93,8 +78,7 @@ def test_token_ids_that_are_none_are_the_instances_to_refuse(site: Site) -> None
 
 
 def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
+    router, _, [combine] = site.start()
     messages = [{"role": "system", "content": cold([80, 90, 100], "go on")}, {"role": "user", "content": "?"}]
     assert router.http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
     assert len(combine.composed[-1].extra["hypic_remote"]) == 3
@@ -109,10 +93,9 @@ def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
 
 def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
     rights = "Bearer of-the-cli\u00e9nt"  # a header may hold any bytes
-    workers, combine = [site.fake(), site.fake()], site.fake(deadline_s=50.0)
-    router = site.router(workers, [combine])
+    router, workers, [combine] = site.start(fakes={"deadline_s": 50.0})
     answer = router.complete(
-        cold(LENGTHS),
+        cold(),
         cache_salt="tenant",
         model="base",
         vllm_xargs={"hypic_seam_tokens": 3, "mine": 7},
@@ -148,29 +131,26 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
 )
 def test_what_gains_nothing_goes_whole(lasting: Site, reason: str, more: dict) -> None:
     if not lasting.routers:
-        lasting.router([lasting.fake()], [lasting.fake()])
+        lasting.start(1)
     [router], [worker, combine] = lasting.routers, lasting.fakes
     combine.seen.clear()
     before = router.counted("hypic_router_whole_total", reason)
-    body = {"prompt": cold(LENGTHS), **more}
+    body = {"prompt": cold(), **more}
     sent = json.dumps(body, indent=3).encode()
-    headers = {"content-type": "application/json", "x-hypic-breakdown": "1"}
+    headers = {"content-type": "application/json", **EXPLAIN}
     answer = router.http.post("/v1/completions", content=sent, headers=headers)
-    assert json.loads(answer.headers["x-hypic-breakdown"])["reason"] == reason
-    assert [s.body for s in combine.completions] == [sent]
-    assert worker.completions == []
+    assert breakdown(answer)["reason"] == reason
+    assert [s.body for s in combine.completions] == [sent] and worker.completions == []
     assert router.counted("hypic_router_whole_total", reason) == before + 1
     if reason in ("no_segments", "unsupported", "segment_ids", "other_model"):
         assert not any(s.path == "/tokenize" for s in combine.seen)  # at no extra cost
 
 
 def test_everything_else_is_passed_on_unchanged(site: Site) -> None:
-    worker, combine = site.fake(), site.fake()
-    router = site.router([worker], [combine])
+    router, [worker], [combine] = site.start(1)
     content = bytes(range(256)) * 300
-    answer = router.http.request(
-        "PUT", "/some/where%20else?a=b%2Fc&d", content=content, headers={"x-mine": "1"}
-    )
+    target = "/some/where%20else?a=b%2Fc&d"
+    answer = router.http.request("PUT", target, content=content, headers={"x-mine": "1"})
     assert answer.status_code == 207 and answer.content == b"\x00proxied\xff" + content
     assert answer.headers["x-own"] == "kept" and answer.headers["content-type"] == "application/x-thing"
     [seen] = [s for s in combine.seen if s.method == "PUT"]
@@ -196,12 +176,11 @@ def test_a_pool_of_equals_computes_a_share_where_it_combines(site: Site) -> None
 
 
 def test_what_another_instance_holds_is_sent_not_computed(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    prompt = cold(LENGTHS)
+    router, workers, [combine] = site.start()
+    prompt = cold()
     keys = [s.key for s in combine.plan({"prompt": prompt}).segments]
     workers[1].have(*keys[:6])
-    wait_for(lambda: router.instance(workers[1])["resident"] == 6, "events")
+    until(lambda: router.instance(workers[1])["resident"] == 6, "events")
     assert router.complete(prompt).status_code == 200
     assert sorted(workers[0].computed + workers[1].computed) == sorted(keys[6:])
     assert combine.computed == []
@@ -210,66 +189,47 @@ def test_what_another_instance_holds_is_sent_not_computed(site: Site) -> None:
 
 
 def test_a_request_goes_where_its_records_are_unless_others_wait_there(site: Site) -> None:
-    worker, combines = site.fake(), [site.fake(), site.fake()]
-    router = site.router([worker], combines)
+    router, _, combines = site.start(1, 2)
     prompt = cold([100, 100])
     keys = [s.key for s in combines[0].plan({"prompt": prompt}).segments]
     combines[1].have(*keys)
-    wait_for(lambda: router.instance(combines[1])["resident"] == 2, "events")
+    until(lambda: router.instance(combines[1])["resident"] == 2, "events")
     for _ in range(3):
         assert router.complete(prompt).status_code == 200
     assert [len(c.composed) for c in combines] == [0, 3]
-    combines[1].loaded(100_000)
-    wait_for(lambda: router.instance(combines[1])["load_tokens"] == 100_000, "load")
+    router.load(combines[1], 100_000)
     assert router.complete("no separators here").status_code == 200
     assert [len(c.composed) for c in combines] == [1, 3]
 
 
 def test_two_requests_at_once_share_what_they_have_in_common(site: Site) -> None:
-    workers, combine = [site.fake(), site.fake()], site.fake()
-    router = site.router(workers, [combine])
-    for worker in workers:
-        worker.behaviour.segments_hang = True
-    prompt = cold(LENGTHS)
-    threads = [threading.Thread(target=router.complete, args=(prompt,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    wait_for(lambda: len(combine.composed) == 3, "all are at the combine node")
-    for worker in workers:
-        worker.behaviour.segments_hang = False
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
+    router, workers, [combine] = site.start()
+    behave(workers, segments_hang=True)
+    prompt = cold()
+    asked = [router.completing(prompt) for _ in range(3)]
+    until(lambda: len(combine.composed) == 3, "all are at the combine node")
+    behave(workers, segments_hang=False)
+    assert [answer.result(20).status_code for answer in asked] == [200] * 3
     assert len(workers[0].computed + workers[1].computed) == 8 and combine.computed == []
     assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
     assert SEP not in combine.computed
 
 
 def test_many_requests_at_once_compute_everything_once_and_leave_nothing_behind(site: Site) -> None:
-    workers, combines = [site.fake() for _ in range(3)], [site.fake(), site.fake()]
-    for worker in workers:
-        worker.behaviour.s_per_token = 0.00002
-    router = site.router(workers, combines)
+    router, workers, _ = site.start(3, 2)
+    behave(workers, s_per_token=0.00002)
     documents = [cold([n], "")[: -len(" <|hypic_sep|> ")] for n in range(40, 100, 5)]
-    statuses: list[int] = []
-
-    def ask(i: int) -> None:
+    asked = []
+    for i in range(40):
         chosen = [documents[(i * 5 + j * 3) % len(documents)] for j in range(4)]
         prompt = " <|hypic_sep|> ".join([f"system prompt {i}", *chosen, "what ?"])
-        statuses.append(router.complete(prompt, stream=bool(i % 2)).status_code)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert statuses == [200] * 40
+        asked.append(router.completing(prompt, stream=bool(i % 2)))
+    assert [answer.result(30).status_code for answer in asked] == [200] * 40
     computed = [key for fake in site.fakes for key in fake.computed]
     assert len(set(computed)) == len(documents)
     assert len(computed) <= len(documents) + 2  # two asked in the same moment of two workers, before events
     assert router.counted("hypic_router_failures_total") == 0
-    wait_for(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
+    until(lambda: router.health()["in_flight_transfers"] == 0, "no transfer is left")
     for fake in site.fakes:
-        wait_for(lambda f=fake: router.instance(f)["load_tokens"] == 0, "no load is left")
+        until(lambda f=fake: router.instance(f)["load_tokens"] == 0, "no load is left")
         assert router.instance(fake)["open_requests"] == 0

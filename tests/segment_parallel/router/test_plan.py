@@ -1,4 +1,5 @@
-"""The router's plan is the engine's, and a warm-up prompt makes exactly the record that the plan names."""
+"""The router's plan is the engine's, a warm-up prompt makes exactly the record that the plan names, and only
+requests that are worth it are tokenised: where text counts, and where it is literal."""
 
 from __future__ import annotations
 
@@ -26,24 +27,30 @@ from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.router import plan as router_plan
 from vllm_hypic.segment_parallel.router.plan import plan_request
-from vllm_hypic.segment_parallel.router.prompt import CHAT, tokenize_request
+from vllm_hypic.segment_parallel.router.prompt import CHAT, COMPLETIONS, Whole, tokenize_request, whole_reason
+
+from .fake import description
 
 IDS = PrimitiveIds(100, 101, 102)
 NAMESPACE = "ab" * 32
 MODEL_LEN = 400
+# Names that routers of other versions look for.
+FIELDS = """
+    instance model namespace generation landing events separator pdep pad link seam_tokens min_segment_tokens
+    checkpoint_tokens max_model_len context context_tokens islands has_linear has_attention has_transition
+    reads_successors learned literal_text quadratic ranks deadline_s shared_tiers limits
+"""
+LIMITS = "pages slots page_tokens max_request_tokens tiles record_tiles state_pages"
 LINKS = ["hypic", "epic-0", "epic-3", "block", "prompt-cache", "naive", "full", "nonsense"]
 
 
 def engine(linear: bool, reads_successors: bool = False, **options: Any) -> SchedulerSide:
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
-    gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),)
+    gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),) if linear else ()
     # Small: some prompts do not fit.
-    pool = PoolGeometry(
-        attention, gdn if linear else (), page_tokens=16, pages=30, slots=6, transition_blocks=9
-    )
-    config = HypicConfig.from_mapping(
-        {"min_segment_tokens": 4, "seam_tokens": 2, "context": "none", "islands": "none", **options}
-    )
+    pool = PoolGeometry(attention, gdn, page_tokens=16, pages=30, slots=6, transition_blocks=9)
+    usual = {"min_segment_tokens": 4, "seam_tokens": 2, "context": "none", "islands": "none"}
+    config = HypicConfig.from_mapping({**usual, **options})
     return SchedulerSide(
         config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS, reads_successors=reads_successors
     )
@@ -51,27 +58,17 @@ def engine(linear: bool, reads_successors: bool = False, **options: Any) -> Sche
 
 def described(side: SchedulerSide, **more: Any) -> Description:
     """What ``GET /v1/hypic/describe`` of this engine says."""
-    description = Description(
-        instance="i",
-        models=("m",),
-        namespace=side.namespace.digest,
-        generation=side.namespace.generation,
-        receiver="tcp://127.0.0.1:7100",
-        events="tcp://127.0.0.1:7101",
-        separator=IDS.sep,
-        pdep=IDS.pdep,
-        pad=IDS.pad,
-        link=side.config.link,
-        seam_tokens=side.config.seam_tokens,
-        min_segment_tokens=side.config.min_segment_tokens,
+    traits, config = side.planner.traits, side.config
+    said = description(
+        **{"namespace": side.namespace.digest, "generation": side.namespace.generation},
+        **{"separator": IDS.sep, "pdep": IDS.pdep, "pad": IDS.pad},
+        **{name: getattr(config, name) for name in ("link", "seam_tokens", "min_segment_tokens")},
+        **{name: getattr(traits, name) for name in ("has_linear", "has_attention", "has_transition")},
         reads_successors=side.planner.reads_successors,
         max_model_len=MODEL_LEN,
-        has_linear=side.planner.traits.has_linear,
-        has_attention=side.planner.traits.has_attention,
-        has_transition=side.planner.traits.has_transition,
         limits=side.planner.limits(),
     )
-    body = {**msgspec.to_builtins(description), **more}
+    body = {**msgspec.to_builtins(said), **more}
     return msgspec.json.decode(msgspec.json.encode(body), type=Description)
 
 
@@ -85,12 +82,12 @@ prompts = st.lists(
 
 
 @given(
-    prompts,
-    st.sampled_from(LINKS),
-    st.sampled_from([None, 0, 3]),
-    st.sampled_from([None, "t"]),
-    st.booleans(),
-    st.booleans(),
+    ids=prompts,
+    link=st.sampled_from(LINKS),
+    seam=st.sampled_from([None, 0, 3]),
+    salt=st.sampled_from([None, "t"]),
+    linear=st.booleans(),
+    by_a_head=st.booleans(),
 )
 def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
     ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool, by_a_head: bool
@@ -107,8 +104,8 @@ def planned_alike(
         expected = side.planner.plan(PlanRequest(ids, extra, salt, None))
     except (LinkError, PromptError):
         expected = None
-    description = described(side)
-    planned = plan_request(ids, extra, salt, description)
+    said = described(side)
+    planned = plan_request(ids, extra, salt, said)
     if expected is None:
         assert planned is None
         return None
@@ -117,10 +114,10 @@ def planned_alike(
     for segment in planned.segments:
         warm = side.planner.plan(PlanRequest(list(segment.prompt), dict(planned.options), salt, None))
         assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
-        assert planned.made_by(description, segment)
-        small = dataclasses.replace(description.limits, max_request_tokens=segment.tokens - 1)
-        assert not planned.made_by(msgspec.structs.replace(description, limits=small), segment)
-        assert not planned.made_by(msgspec.structs.replace(description, ranks=2), segment)
+        assert planned.made_by(said, segment)
+        small = dataclasses.replace(said.limits, max_request_tokens=segment.tokens - 1)
+        assert not planned.made_by(msgspec.structs.replace(said, limits=small), segment)
+        assert not planned.made_by(msgspec.structs.replace(said, ranks=2), segment)
     return expected
 
 
@@ -151,9 +148,8 @@ def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch:
     side = engine(linear=False)
     ids = [t for i in range(5) for t in (IDS.sep, *[i] * 50)] + [IDS.sep, 99]
     planned = plan_request(ids, {"hypic_link": "prompt-cache"}, None, described(side))
-    assert planned is not None and planned.plan == side.planner.plan(
-        PlanRequest(ids, {"hypic_link": "prompt-cache"}, None, None)
-    )
+    expected = side.planner.plan(PlanRequest(ids, {"hypic_link": "prompt-cache"}, None, None))
+    assert planned is not None and planned.plan == expected
     assert [len(s.prompt) for s in planned.segments] == [52, 102, 152, 202, 0]
     made = [planned.made_by(planned.description, s) for s in planned.segments]
     assert made == [True, True, True, True, False]
@@ -183,17 +179,7 @@ def test_an_engine_describes_itself_so() -> None:
     wire = msgspec.json.encode(said)
     assert msgspec.json.decode(wire, type=Description) == said
     told = msgspec.json.decode(wire)
-    # Names that routers of other versions look for.
-    numbers = "ranks separator pdep pad seam_tokens min_segment_tokens checkpoint_tokens max_model_len"
-    numbers += " deadline_s quadratic"
-    others = (
-        "instance model namespace landing events link context islands context_tokens has_linear has_attention"
-    )
-    others += " generation shared_tiers limits literal_text learned has_transition"
-    others += " reads_successors"
-    assert set(told) == {*numbers.split(), *others.split()}
-    limits = "pages slots page_tokens max_request_tokens tiles record_tiles state_pages"
-    assert set(told["limits"]) == set(limits.split())
+    assert set(told) == set(FIELDS.split()) and set(told["limits"]) == set(LIMITS.split())
 
 
 @pytest.mark.parametrize(
@@ -217,31 +203,17 @@ def test_descriptions_that_make_no_sense(change: dict, said: str) -> None:
 
 def test_a_chat_is_tokenised_with_what_its_template_gets() -> None:
     """vLLM's chat requests put more into the template's arguments than its tokenise requests do."""
-    body = {
+    kept = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function"}],
-        "documents": [{"text": "d"}],
-        "reasoning_effort": "none",
-        "chat_template_kwargs": {"a": 1},
-        "continue_final_message": True,
-        "add_generation_prompt": False,
-        "temperature": 0.5,
-        "stream": True,
-    }
-    assert tokenize_request(CHAT, body) == {
-        "model": "m",
-        "messages": body["messages"],
-        "tools": body["tools"],
         "add_generation_prompt": False,
         "continue_final_message": True,
-        "chat_template_kwargs": {
-            "a": 1,
-            "documents": body["documents"],
-            "reasoning_effort": "none",
-            "enable_thinking": False,
-        },
     }
+    template = {"documents": [{"text": "d"}], "reasoning_effort": "none"}
+    body = {**kept, **template, "chat_template_kwargs": {"a": 1}, "temperature": 0.5, "stream": True}
+    given = {"a": 1, **template, "enable_thinking": False}
+    assert tokenize_request(CHAT, body) == {**kept, "chat_template_kwargs": given}
 
 
 def test_only_instances_of_one_generation_make_each_others_records() -> None:
@@ -255,3 +227,51 @@ def test_only_instances_of_one_generation_make_each_others_records() -> None:
         assert planned is not None and planned.segments
         assert not any(planned.made_by(described(other), segment) for segment in planned.segments)
     assert described(before).planning != described(after).planning
+
+
+# -- requests that are worth tokenising
+
+SEP, SEP_ID = "<|hypic_sep|>", IDS.sep
+SEP_PART, SEGMENT = {"type": "hypic_sep"}, {"type": "hypic_segment", "id": "x"}
+TEXT = {"type": "text", "text": f"document{SEP}<|hypic_segment:x|>"}
+NAMED, NONE, UNSUPPORTED = Whole.SEGMENT_IDS, Whole.NO_SEGMENTS, Whole.UNSUPPORTED
+
+
+def chat(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "marked", "literal"),
+    [
+        ({"prompt": f"a{SEP}b"}, None, NONE),
+        ({"prompt": "a"}, NONE, NONE),
+        ({"prompt": "<|hypic_segment:x|>"}, NAMED, NONE),
+        ({"prompt": [1, SEP_ID, 2]}, None, None),
+        ({"prompt": [1, SEP_ID, 2], "prompt_logprobs": 1}, None, None),
+        ({"prompt": [1, SEP_ID, 2], "echo": True, "logprobs": 1}, None, None),
+        ({"prompt": [1, SEP_ID, 2], "n": 2}, UNSUPPORTED, UNSUPPORTED),
+        ({"prompt": [1, 2]}, NONE, NONE),
+        ({"prompt": [{"type": "text", "text": "a"}, SEP_PART]}, None, None),
+        ({"prompt": [TEXT, SEP_PART]}, NAMED, None),
+        ({"prompt": [SEP_PART, SEGMENT]}, NAMED, NAMED),
+        ({"prompt": ["a", SEP]}, UNSUPPORTED, UNSUPPORTED),
+        (chat(SEP), None, NONE),
+        (chat([TEXT]), NAMED, NONE),
+        (chat([TEXT, SEP_PART]), NAMED, None),
+        (chat([SEGMENT]), NAMED, NAMED),
+        (chat([SEP_PART, {"type": "image_url"}]), UNSUPPORTED, UNSUPPORTED),
+    ],
+)
+def test_text_counts_only_where_it_is_not_literal(
+    body: dict[str, Any], marked: Whole | None, literal: Whole | None
+) -> None:
+    path = CHAT if "messages" in body else COMPLETIONS
+    assert whole_reason(path, body, ("m",), SEP, SEP_ID) is marked
+    for known in (SEP, None):
+        assert whole_reason(path, body, ("m",), known, SEP_ID, literal=True) is literal
+
+
+def test_the_instance_is_asked_for_the_tokens_of_the_parts() -> None:
+    for path, body in ((CHAT, chat([TEXT, SEP_PART])), (COMPLETIONS, {"prompt": [TEXT, SEP_PART]})):
+        assert tokenize_request(path, body) == body

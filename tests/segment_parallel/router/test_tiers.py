@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
-import httpx
 import pytest
 
 from vllm_hypic.config.router import RecordRoute
 from vllm_hypic.segment_parallel.router import notifier
 
-from .conftest import RunningRouter, Site, wait_for
-from .fake import FakeInstance
-from .prompts import cold
-from .test_faults import ended, in_background, only_late
+from ..peers import until
+from .conftest import EXPLAIN, RunningRouter, Site, breakdown
+from .fake import FakeInstance, behave, cold
+from .test_faults import FAILURES, SEGMENTS, only_late
 
-LENGTHS = [60, 200, 90, 140, 70, 110, 100, 50]
 FAST, SLOW = "0" * 16, "1" * 16
 
 
-def routes(answer: httpx.Response) -> list[str | None]:
-    return [s["way"] for s in json.loads(answer.headers["x-hypic-breakdown"])["segments"]]
+def start(
+    site: Site, fakes: dict[str, Any] | None = None, **options: Any
+) -> tuple[RunningRouter, list[FakeInstance], FakeInstance]:
+    """Two workers and a combine node, all with one tier, and a router that prefers tiers."""
+    fakes = {"tiers": {FAST: set[str]()}, **(fakes or {})}
+    router, workers, [combine] = site.start(fakes=fakes, through=RecordRoute.TIERS, **options)
+    return router, workers, combine
 
 
-def ask(router: RunningRouter, prompt: list[int]) -> httpx.Response:
-    answer = router.complete(prompt, headers={"x-hypic-breakdown": "1"})
+def ask(router: RunningRouter, prompt: Any = None) -> list[dict[str, Any]]:
+    """What became of the segments of a prompt, cold unless given."""
+    answer = router.complete(prompt or cold(), headers=EXPLAIN)
     assert answer.status_code == 200
-    return answer
+    return breakdown(answer)["segments"]
+
+
+def ways(router: RunningRouter, prompt: Any = None) -> list[str | None]:
+    return [s["way"] for s in ask(router, prompt)]
 
 
 def destinations(*workers: FakeInstance) -> set[str]:
@@ -45,18 +53,17 @@ def test_what_both_share_takes_the_records(site: Site, monkeypatch: pytest.Monke
     shared = {SLOW: set[str](), **fast}
     workers, combine = [site.fake(tiers=shared), site.fake(tiers=fast)], site.fake(tiers={**fast, **shared})
     router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    answer = ask(router, cold(LENGTHS))
-    assert routes(answer) == ["tiers"] * 8 and counted(router) == (8, 0)
+    assert ways(router) == ["tiers"] * 8 and counted(router) == (8, 0)
     assert destinations(*workers) == {f"tier:{FAST}"}, "the combine node's fastest"
     assert sorted(combine.fetched) == sorted(fast[FAST]) and len(combine.fetched) == 8
     assert combine.computed == [] and combine.receiver.counts().taken == 0
-    assert router.counted("hypic_router_failures_total") == 0
+    assert router.counted(FAILURES) == 0
     # Another combine node takes them from there, too; nobody computes anything again.
     other = site.fake(tiers=fast)
     second = site.router(workers, [other], through=RecordRoute.TIERS)
     [composed] = combine.composed
-    wait_for(lambda: sum(second.instance(w)["resident"] for w in workers) == 8, "what the workers hold")
-    assert routes(ask(second, composed.json["prompt"])) == ["tiers"] * 8 and other.computed == []
+    until(lambda: sum(second.instance(w)["resident"] for w in workers) == 8, "what the workers hold")
+    assert ways(second, composed.json["prompt"]) == ["tiers"] * 8 and other.computed == []
     assert len(workers[0].computed + workers[1].computed) == 8
 
 
@@ -68,52 +75,41 @@ def test_where_nothing_is_shared_or_direct_is_wanted_they_go_directly(
     combine = site.fake(tiers=mine)
     workers = [site.fake(tiers=mine if through is RecordRoute.DIRECT else other), site.fake()]
     router = site.router(workers, [combine], through=through)
-    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and counted(router) == (0, 8)
+    assert ways(router) == ["direct"] * 8 and counted(router) == (0, 8)
     assert destinations(*workers) == {combine.receiver.url} and not mine[FAST]
 
 
 def test_a_tier_that_takes_nothing(site: Site) -> None:
     """Its worker sends the record itself; nothing is computed twice, and nobody is left out for it."""
-    tiers = {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    workers[0].behaviour.tier_status = 500
-    answer = ask(router, cold(LENGTHS))
-    assert set(routes(answer)) == {"tiers", "direct"} and combine.computed == []
-    direct = routes(answer).count("direct")
-    assert direct == len(workers[0].computed) and counted(router) == (8 - direct, direct)
-    assert router.counted("hypic_router_failures_total", "tier", workers[0].url) == direct
-    assert router.counted("hypic_router_failures_total") == direct
-    assert router.instance(workers[0])["up"]
+    router, [bad, _], combine = start(site)
+    behave([bad], tier_status=500)
+    taken = ways(router)
+    assert set(taken) == {"tiers", "direct"} and combine.computed == []
+    direct = taken.count("direct")
+    assert direct == len(bad.computed) and counted(router) == (8 - direct, direct)
+    assert router.counted(FAILURES, "tier", bad.url) == direct == router.counted(FAILURES)
+    assert router.instance(bad)["up"]
 
 
 def test_a_tier_that_the_worker_knows_no_more(site: Site) -> None:
     """It refuses (400), as an engine does that was restarted with another store."""
-    tiers = {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    for worker in workers:
-        worker.behaviour.tier_status = 400
-    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
+    router, workers, combine = start(site)
+    behave(workers, tier_status=400)
+    assert ways(router) == ["direct"] * 8 and combine.computed == []
 
 
 def test_a_tier_that_hangs_at_one_worker(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Late segments go to another worker, and from there directly: the tier may be what takes so long."""
-    tiers = {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS, straggler_min_s=0.5)
-    only_late(monkeypatch, workers[0])
-    workers[0].behaviour.tier_hangs = True
-    answer = ask(router, cold(LENGTHS))
-    workers[0].behaviour.tier_hangs = False
-    late = int(router.counted("hypic_router_segments_total", "redispatched"))
-    assert late and len(workers[0].computed) <= late, "some of them waited for the others there"
-    told = json.loads(answer.headers["x-hypic-breakdown"])["segments"]
-    assert (
-        sorted((s["requests"], s["way"]) for s in told)
-        == [(1, "tiers")] * (8 - late) + [(2, "direct")] * late
-    )
-    assert {s["worker"] for s in told} == {workers[1].url} and combine.computed == []
+    router, [hung, other], combine = start(site, straggler_min_s=0.5)
+    only_late(monkeypatch, hung)
+    behave([hung], tier_hangs=True)
+    told = ask(router)
+    behave([hung], tier_hangs=False)
+    late = int(router.counted(SEGMENTS, "redispatched"))
+    assert late and len(hung.computed) <= late, "some of them waited for the others there"
+    found = sorted((s["requests"], s["way"]) for s in told)
+    assert found == [(1, "tiers")] * (8 - late) + [(2, "direct")] * late
+    assert {s["worker"] for s in told} == {other.url} and combine.computed == []
 
 
 def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,31 +117,24 @@ def test_a_combine_node_that_cannot_be_told(site: Site, monkeypatch: pytest.Monk
         raise TimeoutError("it did not answer")
 
     monkeypatch.setattr(notifier, "tell_stored", in_vain)
-    tiers = {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    assert routes(ask(router, cold(LENGTHS))) == ["direct"] * 8 and combine.computed == []
-    assert router.counted("hypic_router_failures_total", "stored", combine.receiver.url) == 8
+    router, _, combine = start(site)
+    assert ways(router) == ["direct"] * 8 and combine.computed == []
+    assert router.counted(FAILURES, "stored", combine.receiver.url) == 8
 
 
 def test_a_worker_that_dies_between_storing_and_answering(site: Site) -> None:
-    tiers = {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=tiers)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    workers[0].behaviour.die_after_storing = True
-    answer = ask(router, cold(LENGTHS))
+    router, [dying, other], combine = start(site)
+    behave([dying], die_after_storing=True)
+    told = ask(router)
     assert combine.computed == [], "the other worker has sent what the dead one had stored"
-    assert {s["worker"] for s in json.loads(answer.headers["x-hypic-breakdown"])["segments"]} == {
-        workers[1].url
-    }
-    assert routes(answer).count("direct") >= 1, "a second worker trusts no tier"
+    assert {s["worker"] for s in told} == {other.url}
+    assert "direct" in [s["way"] for s in told], "a second worker trusts no tier"
 
 
 def test_a_record_that_left_the_tier_is_computed(site: Site) -> None:
-    tiers, emptied = {FAST: set[str]()}, {FAST: set[str]()}
-    workers, combine = [site.fake(tiers=tiers), site.fake(tiers=tiers)], site.fake(tiers=emptied)
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    assert routes(ask(router, cold(LENGTHS))) == ["tiers"] * 8
+    router, _, combine = start(site)
+    combine.tiers = {FAST: set()}
+    assert ways(router) == ["tiers"] * 8
     assert len(combine.computed) == 8 and combine.fetched == []
 
 
@@ -153,19 +142,15 @@ def test_a_combine_node_that_reads_its_request_late_is_told_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier, "_REMIND_S", 0.3)
-    tiers = {FAST: set[str]()}
-    workers = [site.fake(tiers=tiers), site.fake(tiers=tiers)]
-    combine = site.fake(tiers=tiers, deadline_s=300.0)
+    router, _, combine = start(site, {"deadline_s": 300.0})
     combine.receiver._machine._stored._age_s = 0.05  # forgets what it was told before its engine asks
-    router = site.router(workers, [combine], through=RecordRoute.TIERS)
-    combine.behaviour.hold = True
+    behave([combine], hold=True)
 
     def let_go() -> bool:
         combine.behaviour.hold = counted(router)[0] < 8 or router.health()["in_flight_transfers"] > 0
         return not combine.behaviour.hold
 
-    answers: list[httpx.Response] = []
-    threads = in_background(lambda: answers.append(ask(router, cold(LENGTHS))))
-    wait_for(let_go, "all are stored")
-    ended(threads)
-    assert len(combine.fetched) == 8 and combine.computed == [] and routes(answers[0]) == ["tiers"] * 8
+    answer = router.completing(cold(), headers=EXPLAIN)
+    until(let_go, "all are stored")
+    assert [s["way"] for s in breakdown(answer.result(20))["segments"]] == ["tiers"] * 8
+    assert len(combine.fetched) == 8 and combine.computed == []

@@ -19,8 +19,7 @@ from vllm_hypic.harness.cluster import Cluster, Setup, resume
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Writer, writer
 
-from .redis_tier import COMBINE, WORKER, allow, store_of
-from .stand import Stand
+from .stand import COMBINE, WORKER, Stand, allow, store_of
 
 ONE_WORKER = True  # all tests of this folder use the same servers
 

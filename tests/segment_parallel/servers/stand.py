@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import psutil
 
-from vllm_hypic.harness.client import Reply, completion
+from benchmarks.services import RedisServer
+from vllm_hypic.harness.client import Part, Reply, completion
 from vllm_hypic.harness.cluster import FAILURES, Cluster, Instance
 from vllm_hypic.harness.prompts import Writer, uneven
 from vllm_hypic.harness.serving import Server
@@ -23,6 +24,8 @@ LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)
 """Tokens of the eight segments of a prompt, the leading one first."""
 BOUND_S = 60.0
 """No request takes longer, whatever breaks."""
+WORKER, COMBINE = "worker", "combine"
+"""Users of Redis."""
 _SALTS = itertools.count()
 Samples = Mapping[tuple[str, ...], float]
 
@@ -48,6 +51,13 @@ class Stand:
     def asking(self, prompt: list[int], **body: Any) -> Future[Reply]:
         """The same, in a thread."""
         return self.clients.submit(self.ask, prompt, **body)
+
+    def right(self, prompt: list[int] | None = None, reply: Future[Reply] | None = None) -> Reply:
+        """The answer to a prompt, unless given one that nobody has seen; it is that of a single server."""
+        prompt = prompt or self.prompt()
+        found = self.ask(prompt) if reply is None else reply.result(BOUND_S)
+        assert found.same_as(self.alone(prompt))
+        return found
 
     def alone(self, prompt: list[int]) -> Reply:
         """From a single server, cold."""
@@ -110,6 +120,12 @@ def failures(before: Samples, after: Samples) -> dict[tuple[str, ...], float]:
     return {k: v for k, v in found.items() if v}
 
 
+def parts(reply: Reply) -> tuple[Part, ...]:
+    """What became of the segments of a prompt that was spread."""
+    assert reply.breakdown is not None and reply.breakdown.segments is not None
+    return reply.breakdown.segments
+
+
 def kill(server: Server) -> None:
     """SIGKILL to all of its processes at once."""
     processes = server.processes()
@@ -118,6 +134,21 @@ def kill(server: Server) -> None:
             process.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(processes, timeout=BOUND_S)
     assert not left, left
+
+
+# -- the Redis server that all servers share: workers and combine nodes are users that tests can lock out
+
+
+def store_of(server: RedisServer, user: str) -> dict[str, Any]:
+    """Options of the plugin."""
+    url = server.url.replace("://", f"://{user}@")
+    return {"store": {"tiers": [{"type": "redis", "url": url, "shared": True}]}}
+
+
+def allow(server: RedisServer, user: str, commands: str = "+@all") -> None:
+    """Let the user do this; ``-@all``: nothing any more."""
+    with server.client() as client:
+        client.acl_setuser(user, enabled=True, nopass=True, keys=["*"], commands=[commands])
 
 
 def _body(prompt: list[int], more: Mapping[str, Any]) -> dict[str, Any]:

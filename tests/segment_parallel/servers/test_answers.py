@@ -10,17 +10,15 @@ import httpx
 import pytest
 
 from vllm_hypic.demo.single import make_tasks
+from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 
 from .stand import BOUND_S, LENGTHS, Stand, failures, grown
 
 
 def test_eight_uneven_segments(stand: Stand):
-    prompt = stand.prompt()
     before = stand.samples()
-    reply = stand.ask(prompt)
-    assert reply.same_as(stand.alone(prompt))
-    found = reply.breakdown
+    found = stand.right().breakdown
     assert found is not None and found.segments is not None
     assert (found.kind, found.local) == ("parallel", 0)
     assert [p.source for p in found.segments] == ["dispatched"] * len(LENGTHS)
@@ -54,7 +52,7 @@ def test_what_is_known_is_not_sent_again(stand: Stand):
     # Half of it is new: only that half is computed, by the workers.
     cut = prompt.index(stand.separator, len(prompt) // 2)
     half = prompt[:cut] + stand.prompt((64, 96, 128))[64:]
-    assert stand.ask(half).same_as(stand.alone(half))
+    stand.right(half)
     stand.expect("segments_computed", stand.cluster.workers, len(LENGTHS) + 2)
 
 
@@ -117,13 +115,9 @@ def test_questions_have_their_answers(stand: Stand, surface: str):
     before = stand.samples()
     for asked in questions(2000 if surface == "chat" else 2100, 6):
         body = asked.chat() if surface == "chat" else asked.completion()
-        path = "/v1/chat/completions" if surface == "chat" else "/v1/completions"
-        url = stand.cluster.router.url + path
-        text = _text(httpx.post(url, json=body, timeout=BOUND_S))
-        single = httpx.post(
-            stand.cluster.combines[0].url + path, json={**body, "cache_salt": "alone"}, timeout=BOUND_S
-        )
-        assert text == _text(single)
+        path = "chat/completions" if surface == "chat" else "completions"
+        text = _text(post(stand.cluster.router, path, body))
+        assert text == _text(post(stand.cluster.combines[0], path, {**body, "cache_salt": "alone"}))
         right += text.strip() == asked.answer
     assert right >= 4, f"{right} of 6 right: the model answers too few for the test to mean anything"
     assert grown(before, stand.samples(), "hypic_router_requests_total", "parallel") == 6
@@ -132,10 +126,11 @@ def test_questions_have_their_answers(stand: Stand, surface: str):
 def test_plain_requests_and_other_routes_pass(stand: Stand):
     url = stand.cluster.router.url
     body = {"prompt": "<bos> w1 w2 w3", "max_tokens": 4, "temperature": 0}
-    single = stand.cluster.combines[0].url
-    assert _text(httpx.post(f"{url}/v1/completions", json=body, timeout=BOUND_S)) == _text(
-        httpx.post(f"{single}/v1/completions", json=body, timeout=BOUND_S)
+    routed, single = (
+        _text(post(server, "completions", body))
+        for server in (stand.cluster.router, stand.cluster.combines[0])
     )
+    assert routed == single
     models = httpx.get(f"{url}/v1/models", timeout=BOUND_S).json()["data"]
     assert [m["id"] for m in models] == [str(stand.cluster.setup.model)]
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": "w1 w2"}, timeout=BOUND_S).json()
@@ -155,8 +150,8 @@ def test_plain_requests_and_other_routes_pass(stand: Stand):
 )
 def test_refusals_are_the_servers_own(stand: Stand, body: dict[str, Any], says: str):
     body = {"prompt": stand.prompt(), **body}
-    mine = httpx.post(f"{stand.cluster.router.url}/v1/completions", json=body, timeout=BOUND_S)
-    direct = httpx.post(f"{stand.cluster.combines[0].url}/v1/completions", json=body, timeout=BOUND_S)
+    mine = post(stand.cluster.router, "completions", body)
+    direct = post(stand.cluster.combines[0], "completions", body)
     assert (mine.status_code, mine.json()) == (direct.status_code, direct.json())
     assert 400 <= mine.status_code < 500 and says in mine.text
 
@@ -164,16 +159,16 @@ def test_refusals_are_the_servers_own(stand: Stand, body: dict[str, Any], says: 
 def test_clients_that_leave_leave_nothing_behind(stand: Stand):
     """The fixture waits until nothing is under way."""
     before = stand.samples()
-    with httpx.stream(
-        "POST",
-        f"{stand.cluster.router.url}/v1/completions",
-        json={"prompt": stand.prompt(), "max_tokens": 4000, "ignore_eos": True, "stream": True},
-        timeout=BOUND_S,
-    ) as response:
+    url = f"{stand.cluster.router.url}/v1/completions"
+    body = {"prompt": stand.prompt(), "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", url, json=body, timeout=BOUND_S) as response:
         next(response.iter_lines())
     stand.wait(lambda s: grown(before, s, "hypic_router_disconnects_total") == 1, "the client has left")
-    prompt = stand.prompt()
-    assert stand.ask(prompt).same_as(stand.alone(prompt))
+    stand.right()
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=BOUND_S)
 
 
 def _text(response: httpx.Response) -> str:

@@ -11,48 +11,36 @@ import openai
 import pytest
 from lib import forked
 
-from vllm_hypic.primitives.builder import build_messages, build_prompt
+from vllm_hypic.primitives.builder import build_prompt
 
 from .stand import BOUND_S, Stand, failures, grown
-from .test_answers import Question, questions
+from .test_answers import questions
 
 
 @pytest.fixture
 def client(stand: Stand) -> openai.OpenAI:
-    return openai.OpenAI(
-        base_url=f"{stand.cluster.router.url}/v1", api_key="none", timeout=BOUND_S, max_retries=0
-    )
+    url = f"{stand.cluster.router.url}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", timeout=BOUND_S, max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def asked() -> list[Question]:
-    return questions(2200, 4)
-
-
-def test_openai_client(stand: Stand, client: openai.OpenAI, asked: list[Question]):
+def test_openai_client(stand: Stand, client: openai.OpenAI):
     """Completions and chats, whole and streamed, all with one answer."""
     [model] = client.models.list()
     before = stand.samples()
+    asked = questions(2200, 4)
     for question in asked:
-        prompt = build_prompt(
-            system=f"<bos> <sys> {question.system}", segments=question.documents, query=question.question
-        )
-        messages = build_messages(
-            documents=question.documents, question=question.question, system=question.system
-        )
-        common = {"model": model.id, "max_tokens": 8, "temperature": 0}
-        texts = []
-        for salt in ("whole", "streamed"):  # cold twice
-            extra = {"extra_body": {"cache_salt": salt}}
-            if salt == "whole":
-                completion = client.completions.create(prompt=prompt, **common, **extra)
-                chat = client.chat.completions.create(messages=messages, **common, **extra)
-                texts += [completion.choices[0].text, chat.choices[0].message.content]
-            else:
-                parts = client.completions.create(prompt=prompt, stream=True, **common, **extra)
-                texts.append("".join(p.choices[0].text for p in parts))
-                chunks = client.chat.completions.create(messages=messages, stream=True, **common, **extra)
-                texts.append("".join(c.choices[0].delta.content or "" for c in chunks))
+        prompt = {"model": model.id, **question.completion()}
+        chat = {"model": model.id, **question.chat()}
+        # Cold twice.
+        whole, streamed = ({"extra_body": {"cache_salt": salt}} for salt in ("whole", "streamed"))
+        parts = client.completions.create(**prompt, **streamed, stream=True)
+        chunks = client.chat.completions.create(**chat, **streamed, stream=True)
+        texts = [
+            client.completions.create(**prompt, **whole).choices[0].text,
+            client.chat.completions.create(**chat, **whole).choices[0].message.content,
+            "".join(p.choices[0].text for p in parts),
+            "".join(c.choices[0].delta.content or "" for c in chunks),
+        ]
         assert {t.strip() for t in texts} == {texts[0].strip()} and texts[0].strip()
     parallel = grown(before, stand.samples(), "hypic_router_requests_total", "parallel")
     assert parallel >= 2 * len(asked)
@@ -62,12 +50,9 @@ def test_openai_client_sees_errors(client: openai.OpenAI):
     with pytest.raises(openai.NotFoundError, match="another"):
         client.completions.create(model="another", prompt="w1")
     [model] = client.models.list()
+    options = {"vllm_xargs": {"hypic_link": "nonsense"}}
     with pytest.raises(openai.BadRequestError, match="nonsense"):
-        client.completions.create(
-            model=model.id,
-            prompt="w1 <|hypic_sep|> w2",
-            extra_body={"vllm_xargs": {"hypic_link": "nonsense"}},
-        )
+        client.completions.create(model=model.id, prompt="w1 <|hypic_sep|> w2", extra_body=options)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from vllm_hypic.harness.cluster import pause, resume
 
 from .conftest import SETUP
-from .stand import BOUND_S, LENGTHS, Stand, failures, grown, kill
+from .stand import BOUND_S, LENGTHS, Stand, failures, grown, kill, parts
 
 UP = "hypic_router_instance_up"
 SEGMENTS = "hypic_router_segments_total"
@@ -29,14 +29,13 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
     reply = stand.asking(prompt)
     stand.wait(lambda s: grown(before, s, SEGMENTS, "dispatched") == len(LENGTHS), "segments are sent out")
     kill(worker)
-    assert reply.result(BOUND_S).same_as(stand.alone(prompt))
+    stand.right(prompt, reply)
     after = stand.wait(lambda s: not s[UP, worker.url], "it is seen to be down")
     assert failures(before, after).keys() == {(worker.url, "segment")}
     assert grown(before, after, SEGMENTS, "redispatched") >= 1
     stand.expect("segments_landed", cluster.combines, len(LENGTHS))  # from the other worker
     # Without it, the other one is alone: still right.
-    again = stand.prompt()
-    assert stand.ask(again).same_as(stand.alone(again))
+    stand.right()
 
     # What it sends now would be taken for records of the same names, and give other answers.
     new = cluster.replace(worker, replace(SETUP, model=_other_weights(tmp_path / "model")))
@@ -44,8 +43,7 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
         stand.wait(lambda s: bool(s.get(("hypic_router_instance_excluded", new.url))), "it is excluded")
         for _ in range(2):
             prompt = stand.prompt()
-            found = stand.ask(prompt)
-            assert found.same_as(stand.alone(prompt))
+            found = stand.right(prompt)
         assert (new.url, "namespace") in failures(before, stand.samples())
         assert not new.metrics().get("vllm:hypic_segments_computed_total", 0)
         # Another model it is: the same prompt has another answer there.
@@ -58,11 +56,7 @@ def test_a_worker_that_comes_back_is_used_again(stand: Stand):
     """The fixture has replaced it, whatever was before.  Its first segment may be late, as it is new."""
     workers, used = {w.url for w in stand.cluster.workers}, set()
     for _ in range(10):
-        prompt = stand.prompt()
-        reply = stand.ask(prompt)
-        assert reply.same_as(stand.alone(prompt))
-        assert reply.breakdown is not None and reply.breakdown.segments is not None
-        used |= {p.worker for p in reply.breakdown.segments}
+        used |= {part.worker for part in parts(stand.right())}
         if workers <= used:
             break
     assert workers <= used
@@ -71,11 +65,9 @@ def test_a_worker_that_comes_back_is_used_again(stand: Stand):
 def test_a_worker_that_hangs(stand: Stand):
     """All of it stands still, connections stay open."""
     worker = stand.cluster.workers[0]
-    prompt = stand.prompt()
     before = stand.samples()
     pause(worker)
-    reply = stand.asking(prompt)
-    assert reply.result(BOUND_S).same_as(stand.alone(prompt))
+    stand.right()
     after = stand.wait(lambda s: not s[UP, worker.url], "it is left out")
     assert (worker.url, "segment") in failures(before, after)
     assert grown(before, after, SEGMENTS, "redispatched") >= 1
@@ -85,18 +77,14 @@ def test_a_worker_that_hangs(stand: Stand):
 
 def test_all_workers_hang(stand: Stand):
     """Nobody is left: the combine node is told so, and computes."""
-    prompt = stand.prompt()
     before = stand.samples()
-    pause(stand.cluster.workers[0])
-    pause(stand.cluster.workers[1])
-    reply = stand.asking(prompt)
-    assert reply.result(BOUND_S).same_as(stand.alone(prompt))
+    for worker in stand.cluster.workers:
+        pause(worker)
+    stand.right()
     after = stand.samples()
     assert grown(before, after, SEGMENTS, "local") == len(LENGTHS)
     # Known to be away by now: whole to one instance, at once.
-    again = stand.prompt()
-    found = stand.ask(again)
-    assert found.same_as(stand.alone(again))
+    found = stand.right()
     assert found.breakdown is not None and found.breakdown.kind == "whole"
     for worker in stand.cluster.workers:
         resume(worker)
@@ -110,11 +98,9 @@ def test_a_straggler(stand: Stand):
     When it wakes up and delivers in the end, nobody has need of it any more.
     """
     slow = stand.cluster.workers[1]
-    prompt = stand.prompt()
     before = stand.samples()
     pause(slow, "VLLM::Worker")
-    reply = stand.asking(prompt)
-    assert reply.result(BOUND_S).same_as(stand.alone(prompt))
+    stand.right()
     after = stand.samples()
     assert (slow.url, "segment") in failures(before, after)
     assert grown(before, after, SEGMENTS, "redispatched") >= 1
@@ -122,8 +108,7 @@ def test_a_straggler(stand: Stand):
     resume(slow)
     stand.wait(lambda s: bool(s[UP, slow.url]), "it is trusted again")
     stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))  # each record once
-    again = stand.prompt()
-    assert stand.ask(again).same_as(stand.alone(again))
+    stand.right()
 
 
 def test_a_combine_node_killed_before_its_first_token(stand: Stand):
@@ -167,7 +152,7 @@ def test_a_router_restarted(stand: Stand):
     second = stand.ask(known)
     assert second.tokens == first.tokens
     assert second.breakdown is not None and second.breakdown.kind == "whole"  # everything is there
-    assert stand.ask(lost).same_as(stand.alone(lost))
+    stand.right(lost)
     stand.settled()
 
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks.services import RedisServer
 from vllm_hypic.harness.client import Reply, completion
 from vllm_hypic.harness.cluster import FAILURES, Router
+from vllm_hypic.harness.serving import Server
 
-from .redis_tier import COMBINE, WORKER, allow
-from .stand import BOUND_S, LENGTHS, Stand
+from .stand import BOUND_S, COMBINE, LENGTHS, WORKER, Stand, allow, parts
 
 RECORDS = "hypic_router_records_total"
 
@@ -26,25 +26,21 @@ def routers() -> list[Router]:
 def through(stand: Stand, routers: list[Router], redis_server: RedisServer) -> Iterator[Router]:
     """A router that prefers tiers.  Where Redis is slow, segments are not late for that."""
     if not routers:
-        routers.append(
-            stand.cluster.another_router(
-                stand.cluster.workers, "--through", "tiers", "--straggler-min-s", "20"
-            )
-        )
+        options = ("--through", "tiers", "--straggler-min-s", "20")
+        routers.append(stand.cluster.another_router(stand.cluster.workers, *options))
     yield routers[0]
     redis_server.resume()
     for user in (WORKER, COMBINE):
         allow(redis_server, user)
 
 
-def ask(router: Router, prompt: list[int]) -> Reply:
+def ask(server: Server, prompt: list[int]) -> Reply:
     body = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}
-    return completion(router.url, body, timeout_s=BOUND_S)
+    return completion(server.url, body, timeout_s=BOUND_S)
 
 
 def ways(reply: Reply) -> list[str | None]:
-    assert reply.breakdown is not None and reply.breakdown.segments is not None
-    return [part.way for part in reply.breakdown.segments]
+    return [part.way for part in parts(reply)]
 
 
 def counted(router: Router, *name: str) -> float:
@@ -68,14 +64,11 @@ def test_eight_segments_through_redis(stand: Stand, through: Router, redis_serve
     assert reply.same_as(stand.alone(prompt))
     # The other combine node has them from there, too, whoever asks it.
     [other] = [c for c in stand.cluster.combines if c.url != reply.breakdown.combine]
-    again = completion(other.url, {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}, timeout_s=BOUND_S)
-    assert again.same_as(reply)
+    assert ask(other, prompt).same_as(reply)
     stand.expect("segments_loaded", stand.cluster.combines, 2 * len(LENGTHS))
 
 
-def test_a_combine_node_that_cannot_read_the_tier_computes(
-    stand: Stand, through: Router, redis_server: RedisServer
-):
+def test_a_combine_node_that_cannot_read_computes(stand: Stand, through: Router, redis_server: RedisServer):
     allow(redis_server, COMBINE, "-@all")
     prompt = stand.prompt()
     reply = ask(through, prompt)
@@ -86,9 +79,7 @@ def test_a_combine_node_that_cannot_read_the_tier_computes(
     stand.expect("segments_unlanded", stand.cluster.combines, through_tier)
 
 
-def test_a_worker_that_cannot_write_the_tier_sends_directly(
-    stand: Stand, through: Router, redis_server: RedisServer
-):
+def test_a_worker_that_cannot_write_sends_directly(stand: Stand, through: Router, redis_server: RedisServer):
     allow(redis_server, WORKER, "-set")
     prompt = stand.prompt()
     before = through.samples()
@@ -113,8 +104,7 @@ def test_a_tier_that_hangs(stand: Stand, through: Router, redis_server: RedisSer
 
 def test_it_is_used_again_when_it_is_well(stand: Stand, through: Router):
     """Tiers that failed are tried again after a while: 1 s, and more after each failure."""
-    stand.wait(
-        lambda _: "tiers" in ways(ask(through, stand.prompt((96, 160, 64)))), "a record takes the tier"
-    )
+    short = (96, 160, 64)
+    stand.wait(lambda _: "tiers" in ways(ask(through, stand.prompt(short))), "a record takes the tier")
     prompt = stand.prompt()
     assert ask(through, prompt).same_as(stand.alone(prompt))
