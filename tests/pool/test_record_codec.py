@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.pool.codec import RankPart, RecordCodec
+from vllm_hypic.pool.codec import IncomingRecord, RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords
@@ -123,6 +125,13 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     )
 
 
+@contextmanager
+def unchanged(pool: DevicePool) -> Iterator[None]:
+    before = [t.clone() for t in tensors(pool)]
+    yield
+    assert same(list(tensors(pool)), before)
+
+
 @given(
     columns=st.integers(1, 3 * PAGE),
     dead=st.sets(st.integers(0, HEADS - 1)),
@@ -140,7 +149,7 @@ def test_round_trip_to_another_place(
     columns: int,
     dead: set[int],
     leading: bool,
-    kinds: tuple[bool, tuple[StateGeometry, ...]] | tuple[bool, tuple[StateGeometry, ...], bool],
+    kinds: tuple[Any, ...],
     pages: list[int],
 ) -> None:
     pool = pool_of(*kinds)
@@ -165,23 +174,23 @@ def test_round_trip_to_another_place(
     )
 
 
-def test_a_convolution_stores_its_tail_alone() -> None:
-    pool = pool_of(False, (CONV,))
-    header = codec_of(pool).header(place(0, [0], 4))
-    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
-        ("layers.1.conv.conv", "bfloat16", (2, 9))
-    ]
+STORED: dict[StateGeometry, dict[str, tuple[str, tuple[int, ...]]]] = {
+    CONV: {"conv": ("bfloat16", (2, 9))},
+    DECAY: {
+        "state": ("float32", (4, 6, 5)),
+        "conv": ("bfloat16", (3, 8)),
+        "log_transition": ("float32", (4,)),
+    },
+    DIAGONAL: {"state": ("float32", (6, 5)), "conv": ("bfloat16", (3, 6)), "elapsed": ("float32", (6,))},
+}
 
 
 @pytest.mark.parametrize("leading", [False, True])
-def test_a_transition_of_one_number_has_no_blocks(leading: bool) -> None:
-    pool = pool_of(False, (DECAY,))
-    header = codec_of(pool).header(place(0, [0], 4, leading))
-    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
-        ("layers.3.mamba.state", "float32", (4, 6, 5)),
-        ("layers.3.mamba.conv", "bfloat16", (3, 8)),
-        ("layers.3.mamba.log_transition", "float32", (4,)),
-    ]
+@pytest.mark.parametrize("layer", STORED, ids=lambda layer: type(layer).__name__)
+def test_a_layer_without_transition_blocks_stores_its_parts(layer: StateGeometry, leading: bool) -> None:
+    header = codec_of(pool_of(False, (layer,))).header(place(0, [0], 4, leading))
+    stored = [(f"{layer.layer}.{part}", *told) for part, told in STORED[layer].items()]
+    assert [(s.name, s.dtype, s.shape) for s in header.sections] == stored
 
 
 def test_fp8_and_a_narrow_state_are_stored_as_they_are() -> None:
@@ -191,15 +200,6 @@ def test_fp8_and_a_narrow_state_are_stored_as_they_are() -> None:
     assert sections["layers.3.attn.k"] == sections["layers.3.attn.v"] == ("float8_e4m3fn", (4, 2, 6))
     assert sections["layers.0.gdn.state"] == ("float16", (HEADS, 4, 5))
     assert sections["layers.0.gdn.exponent"] == ("int8", (HEADS,))
-
-
-def test_a_diagonal_transition_is_what_elapsed() -> None:
-    header = codec_of(pool_of(False, (DIAGONAL,))).header(place(0, [0], 4))
-    assert [(s.name, s.dtype, s.shape) for s in header.sections] == [
-        ("layers.4.mamba.state", "float32", (6, 5)),
-        ("layers.4.mamba.conv", "bfloat16", (3, 6)),
-        ("layers.4.mamba.elapsed", "float32", (6,)),
-    ]
 
 
 def test_dead_heads_take_no_bytes() -> None:
@@ -231,9 +231,8 @@ def test_another_record_is_refused_and_nothing_is_written(change: dict, codec_ar
     target = replace(place(2, [3, 4], 4), **change)
     pool.transition_blocks.offer(target.slot)
     reader = codec_of(pool, **codec_args)
-    before = [t.clone() for t in tensors(pool)]
-    assert reader.reader(target, reader.expected(target))(data) is Verdict.FOREIGN
-    assert same(list(tensors(pool)), before)
+    with unchanged(pool):
+        assert reader.reader(target, reader.expected(target))(data) is Verdict.FOREIGN
 
 
 def test_every_flipped_byte_is_refused_and_nothing_is_written() -> None:
@@ -243,13 +242,12 @@ def test_every_flipped_byte_is_refused_and_nothing_is_written() -> None:
     codec = codec_of(pool)
     data = written(codec, source)
     pool.transition_blocks.offer(target.slot)
-    before = [t.clone() for t in tensors(pool)]
     read = codec.reader(target, codec.expected(target))
-    for at in range(0, len(data), 7):
-        data[at] ^= 0x10
-        assert read(data) is not Verdict.TAKEN, at
-        data[at] ^= 0x10
-    assert same(list(tensors(pool)), before)
+    with unchanged(pool):
+        for at in range(0, len(data), 7):
+            data[at] ^= 0x10
+            assert read(data) is not Verdict.TAKEN, at
+            data[at] ^= 0x10
     assert read(data) is Verdict.TAKEN
 
 
@@ -269,44 +267,53 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     buffer[at : at + 3] = bytes(live)
     seal_record(buffer)
     pool.transition_blocks.offer(target.slot)
-    before = [t.clone() for t in tensors(pool)]
-    assert codec.reader(target, codec.expected(target))(buffer) is Verdict.DAMAGED
-    assert same(list(tensors(pool)), before)
+    with unchanged(pool):
+        assert codec.reader(target, codec.expected(target))(buffer) is Verdict.DAMAGED
 
 
 OTHER, THIRD = SegmentKey("cd" * 32), SegmentKey("ef" * 32)
 
 
 def object_of(pool: DevicePool, at: RecordPlace) -> memoryview:
-    codec = codec_of(pool)
-    header = codec.header(at)
-    buffer = memoryview(bytearray(record_nbytes(header)))
-    codec.mover.write(at, header, buffer, lambda fault: None)
-    seal_record(buffer)
-    return buffer
+    return written(codec_of(pool), at)
+
+
+def resting(columns: int) -> tuple[RecordPlace, RecordPlace, RecordPlace]:
+    """A short record, a grown one on that, and a checkpoint of the grown one: states, and no columns."""
+    pages = [4, 2, 7, 0]
+    short = replace(place(0, pages, 6, leading=True), key=OTHER)
+    grown = replace(place(1, pages, 13, leading=True), base=StoredBase((OTHER,), 6, 6, 4e8))
+    inside = replace(place(2, pages, columns, leading=True), key=THIRD, base=StoredBase((KEY, OTHER), 9))
+    return short, grown, inside
+
+
+def elsewhere(at: RecordPlace) -> RecordPlace:
+    columns = len(at.slot_mapping)
+    return replace(at, slot=1, slot_mapping=place(1, [9, 1, 3, 11], columns).slot_mapping, base=None)
+
+
+def read_on(incoming: IncomingRecord, objects: dict[SegmentKey, memoryview]) -> list[SegmentKey]:
+    """All that the record rests on; the keys that were read."""
+    while incoming.goes_on:
+        assert incoming.next is not None
+        assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
+    return incoming.read_keys
 
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> None:
-    """A grown record on a shorter one, and a checkpoint of the grown one: states, and no columns."""
-    pool, pages = pool_of(attention), [4, 2, 7, 0]
-    short = replace(place(0, pages, 6, leading=True), key=OTHER)
-    grown = replace(place(1, pages, 13, leading=True), base=StoredBase((OTHER,), 6, 6, 4e8))
-    inside = replace(place(2, pages, 9, leading=True), key=THIRD, base=StoredBase((KEY, OTHER), 9))
-    objects = {at.key: object_of(pool, at) for at in (short, grown, inside)}
-    whole = {at.key: object_of(pool, replace(at, base=None)) for at in (short, grown, inside)}
+    pool = pool_of(attention)
+    short, grown, inside = places = resting(9)
+    objects = {at.key: object_of(pool, at) for at in places}
+    whole = {at.key: object_of(pool, replace(at, base=None)) for at in places}
     if attention:
         assert objects[KEY].nbytes < whole[KEY].nbytes and objects[THIRD].nbytes < whole[THIRD].nbytes
     for at, chain in ((grown, [KEY, OTHER]), (inside, [THIRD, KEY, OTHER]), (short, [OTHER])):
-        other = pool_of(attention)
-        to = replace(at, slot=1, slot_mapping=place(1, [9, 1, 3, 11], len(at.slot_mapping)).slot_mapping)
-        incoming = codec_of(other).incoming(replace(to, base=None))
+        other, to = pool_of(attention), elsewhere(at)
+        incoming = codec_of(other).incoming(to)
         assert incoming.read(objects[at.key][:-1]) is Verdict.DAMAGED
-        while incoming.goes_on:
-            assert incoming.next is not None
-            assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
-        assert incoming.next is None and incoming.read_keys == chain
-        assert object_of(other, replace(to, base=None)) == whole[at.key]
+        assert read_on(incoming, objects) == chain and incoming.next is None
+        assert object_of(other, to) == whole[at.key]
 
 
 @pytest.mark.parametrize(
@@ -314,21 +321,15 @@ def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> No
 )
 def test_columns_that_the_pool_has_are_not_written(there: int, chain: list[SegmentKey]) -> None:
     """Nor is what has them alone read."""
-    pool, pages = pool_of(), [4, 2, 7, 0]
-    short = replace(place(0, pages, 6, leading=True), key=OTHER)
-    grown = replace(place(1, pages, 13, leading=True), base=StoredBase((OTHER,), 6))
-    inside = replace(place(2, pages, 11, leading=True), key=THIRD, base=StoredBase((KEY, OTHER), 9))
-    objects = {at.key: object_of(pool, at) for at in (short, grown, inside)}
-    other = pool_of()
-    to = replace(inside, slot=1, slot_mapping=place(1, [9, 1, 3, 11], 11).slot_mapping, base=None)
+    pool, other = pool_of(), pool_of()
+    places = resting(11)
+    objects = {at.key: object_of(pool, at) for at in places}
+    inside, to = places[-1], elsewhere(places[-1])
     first = torch.from_numpy(to.slot_mapping[:there])
     kv = [t.view(torch.uint8) for found in other.kv.values() for t in (found.key, found.value)]
     before = [t[first].clone() for t in kv]
     incoming = codec_of(other).incoming(replace(to, base=StoredBase((), there)))
-    while incoming.goes_on:
-        assert incoming.next is not None
-        assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
-    assert incoming.next is None and incoming.read_keys == chain
+    assert read_on(incoming, objects) == chain and incoming.next is None
     assert same([t[first] for t in kv], before)
     whole, found = (contents(p, at) for p, at in ((pool, inside), (other, to)))
     assert same([t[there:] for t in whole[: len(kv)]], [t[there:] for t in found[: len(kv)]])
@@ -339,10 +340,6 @@ def test_records_that_rest_on_each_other_are_not_read_for_ever() -> None:
     pool = pool_of()
     one = replace(place(0, [1, 2], 8, leading=True), base=StoredBase((OTHER,), 6))
     other = replace(place(1, [1, 2], 8, leading=True), key=OTHER, base=StoredBase((KEY,), 6))
-    objects = {at.key: object_of(pool, at) for at in (one, other)}
     incoming = codec_of(pool_of()).incoming(replace(one, base=None))
-    while incoming.goes_on:
-        assert incoming.next is not None
-        assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
+    assert read_on(incoming, {at.key: object_of(pool, at) for at in (one, other)}) == [KEY, OTHER]
     assert incoming.next is not None, "it was not taken"
-    assert incoming.read_keys == [KEY, OTHER]

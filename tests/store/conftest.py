@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,16 +12,19 @@ from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, wait_for
-from .stores import DEADLINE_S, SIZE, Opener
+from .disks import OpenTier, tiers_in
+from .stores import DEADLINE_S, SIZE, One, Opener, Two
 
 
 class ManualClock:
-    """A clock that only the test moves; call it for the Unix time."""
+    """A clock that only the test moves; call it for the Unix time.  Whoever does so does ``during`` first."""
 
     def __init__(self) -> None:
         self._now = 1_800_000_000.0
+        self.during: Callable[[], None] = lambda: None
 
     def __call__(self) -> float:
+        self.during()
         return self._now
 
     def advance(self, seconds: float) -> None:
@@ -40,6 +44,12 @@ class WallClock:
 @pytest.fixture
 def clock() -> ManualClock:
     return ManualClock()
+
+
+@pytest.fixture
+def on_disk(clock: ManualClock, tmp_path: Path) -> Iterator[OpenTier]:
+    with tiers_in(tmp_path, clock) as open_tier:
+        yield open_tier
 
 
 @pytest.fixture
@@ -72,3 +82,17 @@ def opened(clock: ManualClock) -> Iterator[Opener]:
         assert store.stats().inflight == 0
         # What hung when the store was closed comes back on its own thread.
         wait_for(lambda s=store: s.stats().queued_bytes == 0, "the end of all writes")
+
+
+@pytest.fixture
+def one(opened: Opener) -> One:
+    """A store over one tier, and that."""
+    tier = AwkwardTier()
+    return opened(tier), tier
+
+
+@pytest.fixture
+def two(opened: Opener) -> Two:
+    """A store over two tiers, and those."""
+    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+    return opened(fast, slow), fast, slow

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.protocol import Fetched, Verdict
+from vllm_hypic.store.protocol import Fetched, Reservation, Verdict
 from vllm_hypic.store.tiered import TieredStore
 
-from .awkward_tiers import PATIENCE_S, AwkwardTier, name, wait_for
+from .awkward_tiers import PATIENCE_S, AwkwardTier, Hang, name, wait_for
 
 DEADLINE_S = 5.0
 SIZE = 100
@@ -31,11 +31,26 @@ class Reading:
 
 
 Opener = Callable[..., TieredStore]
+One = tuple[TieredStore, AwkwardTier]
+Two = tuple[TieredStore, AwkwardTier, AwkwardTier]
+
+
+def stuck(tier: AwkwardTier, operation: str, call: Callable[[], object]) -> Hang:
+    """The operation hangs that ``call`` leads to; others hang, too, until the tier recovers."""
+    hang = tier.hang(operation)
+    call()
+    hang.wait_until_entered()
+    return hang
+
+
+def reserved(store: TieredStore, i: int) -> Reservation:
+    reservation = store.reserve(name(i), CacheValue(10, 1e9, SIZE))
+    assert reservation is not None
+    return reservation
 
 
 def commit(store: TieredStore, i: int, data: bytes | None = None) -> None:
-    reservation = store.reserve(name(i), CacheValue(10, 1e9, SIZE))
-    assert reservation is not None
+    reservation = reserved(store, i)
     reservation.buffer[:] = data or content(i)
     store.commit(reservation)
 

@@ -33,6 +33,18 @@ def run_all(tier: AsyncTier) -> None:
         pass
 
 
+Settled = tuple[AsyncTier, AwkwardTier]
+
+
+@pytest.fixture
+def settled(clock: ManualClock) -> Settled:
+    """An open tier that has looked how full it is, and what it is made of."""
+    blocking = AwkwardTier()
+    tier = opened(blocking, clock)
+    run_all(tier)
+    return tier, blocking
+
+
 def put(tier: AsyncTier, i: int, expires: float | None = None) -> Future[str]:
     with tier._lock:
         return tier.put(Item(name(i), memoryview(b"abc"), CacheValue(1, 1.0, 3), expires))
@@ -43,9 +55,8 @@ def delete(tier: AsyncTier, i: int) -> None:
         tier.delete(name(i))
 
 
-def test_it_knows_what_will_be_there(clock: ManualClock) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
+def test_it_knows_what_will_be_there(settled: Settled) -> None:
+    tier, blocking = settled
     first = put(tier, 1)
     run_all(tier)
     assert first.done and tier.holds(name(1))
@@ -87,11 +98,9 @@ def test_counters_of_a_tier_are_reported(clock: ManualClock) -> None:
 
 
 def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture
+    settled: Settled, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
-    run_all(tier)
+    tier, blocking = settled
     blocking.fail("delete")
     delete(tier, 1)
     for _ in range(20):
@@ -105,10 +114,8 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
     assert name(2) in blocking.objects, "others go on"
 
 
-def test_a_control_that_fails_keeps_its_place(clock: ManualClock) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
-    run_all(tier)
+def test_a_control_that_fails_keeps_its_place(settled: Settled, clock: ManualClock) -> None:
+    tier, blocking = settled
     blocking.fail("delete")
     delete(tier, 1)
     with tier._lock:
@@ -151,9 +158,8 @@ def test_a_deletion_that_hangs_is_the_next_to_be_tried(clock: ManualClock) -> No
     assert blocking.calls.count("pin") == 2 and tier.stats.timeouts == 1, "a pin is not tried again then"
 
 
-def test_an_object_that_expired_in_the_queue_is_not_written(clock: ManualClock) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
+def test_an_object_that_expired_in_the_queue_is_not_written(settled: Settled, clock: ManualClock) -> None:
+    tier, blocking = settled
     ended = put(tier, 1, clock() + 5)
     clock.advance(5.0)
     run_all(tier)
@@ -162,10 +168,8 @@ def test_an_object_that_expired_in_the_queue_is_not_written(clock: ManualClock) 
     )
 
 
-def test_every_end_of_a_write_is_told_and_counted(clock: ManualClock) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
-    run_all(tier)
+def test_every_end_of_a_write_is_told_and_counted(settled: Settled) -> None:
+    tier, blocking = settled
     assert (run(tier, 1), tier.stats.stored, tier.stats.written_bytes) == ("", 1, 3)
     blocking.before["put"] = full
     assert (run(tier, 2), tier.stats.refused, tier.stats.errors) == ("TierFull: full", 1, 0)
@@ -184,10 +188,8 @@ def run(tier: AsyncTier, i: int) -> str:
     return ended._value
 
 
-def test_a_refused_object_does_not_wait_for_the_garbage_collector(clock: ManualClock) -> None:
-    blocking = AwkwardTier()
-    tier = opened(blocking, clock)
-    run_all(tier)
+def test_a_refused_object_does_not_wait_for_the_garbage_collector(settled: Settled) -> None:
+    tier, blocking = settled
     blocking.before["put"] = full
     array = np.zeros(10)
     gone = weakref.ref(array)

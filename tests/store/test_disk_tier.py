@@ -10,7 +10,7 @@ from vllm_hypic.store.tiers.base import Tier, TierFull
 from vllm_hypic.store.tiers.disk_files import PARTIAL, ObjectFiles
 
 from .budget_contract import BudgetContract
-from .disks import opened, place
+from .disks import OpenTier, place
 from .tier_contract import (
     CountsItsBytes,
     HeedsPins,
@@ -28,17 +28,17 @@ from .tier_contract import (
 
 
 class DiskContract(SurvivesRestart, CountsItsBytes, ListsItsObjects, HeedsPins):
-    @pytest.fixture
-    def tier(self, clock, tmp_path):
-        tier = opened(tmp_path, 6 << 20, clock)
-        yield tier
-        tier.close()
+    shared = durable = False
 
     @pytest.fixture
-    def reopen(self, clock, tmp_path):
+    def tier(self, on_disk: OpenTier):
+        return on_disk(6 << 20, shared=self.shared, durable=self.durable)
+
+    @pytest.fixture
+    def reopen(self, on_disk: OpenTier):
         def reopen(tier: Tier) -> Tier:
             tier.close()
-            return opened(tmp_path, 6 << 20, clock)
+            return on_disk(6 << 20, shared=self.shared, durable=self.durable)
 
         return reopen
 
@@ -47,62 +47,42 @@ class TestContract(TellsAbsence, DiskContract):
     """A folder of its own."""
 
 
-class TestBudget(BudgetContract):
-    @pytest.fixture
-    def small(self, clock, tmp_path):
-        tier = opened(tmp_path, self.BUDGET, clock)
-        yield tier
-        tier.close()
-
-
 class TestSharedContract(DiskContract):
     """A folder that others may write to: nothing is denied without a look."""
 
-    @pytest.fixture
-    def tier(self, clock, tmp_path):
-        tier = opened(tmp_path, 6 << 20, clock, shared=True)
-        yield tier
-        tier.close()
-
-    @pytest.fixture
-    def reopen(self, clock, tmp_path):
-        def reopen(tier: Tier) -> Tier:
-            tier.close()
-            return opened(tmp_path, 6 << 20, clock, shared=True)
-
-        return reopen
+    shared = True
 
 
 class TestDurableContract(TestContract):
     """The same with ``fsync``, once."""
 
+    durable = True
+
+
+class TestBudget(BudgetContract):
     @pytest.fixture
-    def tier(self, clock, tmp_path):
-        tier = opened(tmp_path, 6 << 20, clock, durable=True)
-        yield tier
-        tier.close()
+    def small(self, on_disk: OpenTier):
+        return on_disk(self.BUDGET)
 
 
 @pytest.fixture
-def tier(clock, tmp_path):
-    tier = opened(tmp_path, 1000, clock)
-    yield tier
-    tier.close()
+def tier(on_disk):
+    return on_disk()
 
 
 # -- several processes in one folder
 
 
 @pytest.fixture
-def beside(tier, tmp_path, clock):
-    """A second tier in the folder of the first: for the operating system it is another process."""
-    beside = opened(tmp_path, 1000, clock)
+def beside(tier, on_disk):
+    """A second tier in the folder of the first; only its books must agree with the files in the end."""
+    beside = on_disk()
     yield beside
-    beside.close()
+    beside.check_integrity()
 
 
-def test_objects_of_others_are_found_and_booked(tier, tmp_path, clock):
-    beside = opened(tmp_path, 1000, clock, shared=True)
+def test_objects_of_others_are_found_and_booked(tier, on_disk):
+    beside = on_disk(shared=True)
     data = put(tier, 1, 300)
     assert beside.may_hold(name(1))
     assert beside.used()[0] == 0
@@ -117,10 +97,10 @@ def test_objects_of_others_keep_the_reader_within_its_budget(tier, beside, tmp_p
     assert got(beside, 2) == data
     assert beside.used()[0] == 600
     assert not place(tmp_path, 1).exists()
-    beside.check_integrity()
 
 
-def test_an_object_of_others_that_has_no_room_is_read_all_the_same(tier, beside):
+def test_an_object_of_others_that_has_no_room_is_read_all_the_same(tier, on_disk):
+    beside = on_disk()
     put(beside, 1, 600)
     beside.pin(name(1))
     data = put(tier, 2, 600)
@@ -128,8 +108,8 @@ def test_an_object_of_others_that_has_no_room_is_read_all_the_same(tier, beside)
     assert {h.name for h in beside.held()} == {name(1)}
 
 
-def test_without_sharing_the_folder_is_not_asked(tier, tmp_path, clock):
-    alone = opened(tmp_path, 1000, clock, shared=False)
+def test_without_sharing_the_folder_is_not_asked(tier, on_disk):
+    alone = on_disk(shared=False)
     data = put(tier, 1, 300)
     assert not alone.may_hold(name(1))
     assert got(alone, 1) == data
@@ -143,7 +123,6 @@ def test_what_others_delete_is_a_miss_and_leaves_the_books(tier, beside):
     assert got(beside, 1) is None
     assert not beside.may_hold(name(1))
     assert beside.used()[0] == 0
-    beside.check_integrity()
 
 
 def test_what_others_deleted_can_be_put_and_evicted(tier, beside):
@@ -154,7 +133,6 @@ def test_what_others_deleted_can_be_put_and_evicted(tier, beside):
     put(beside, 0, 500)
     put(beside, 2, 500)
     assert got(beside, 0) == content(0, 500) and got(beside, 1) is None
-    beside.check_integrity()
 
 
 def test_what_others_put_is_kept(tier, beside):
@@ -169,12 +147,11 @@ def test_another_size_under_the_same_name_is_booked(tier, beside):
     tier.put(name(1), view(content(2, 500)), value(500))
     assert got(beside, 1) == content(2, 500)
     assert beside.used()[0] == 500
-    beside.check_integrity()
 
 
-def test_two_processes_at_once(tmp_path, clock):
+def test_two_processes_at_once(on_disk, tmp_path):
     """Both put, read, delete the same names: what is read is whole."""
-    tiers = [opened(tmp_path, 5000, clock) for _ in range(2)]
+    tiers = [on_disk(5000) for _ in range(2)]
     faults: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -198,9 +175,7 @@ def test_two_processes_at_once(tmp_path, clock):
             assert found is None or found == content(i, 400 + i)
         assert tier.used()[0] <= 5000
     assert not list((tmp_path / PARTIAL).iterdir())
-    tiers[0].close()
-    fresh = opened(tmp_path, 1 << 20, clock)
-    fresh.check_integrity()
+    on_disk(1 << 20).check_integrity()
 
 
 def test_a_folder_that_somebody_emptied(tier, tmp_path):
@@ -209,7 +184,6 @@ def test_a_folder_that_somebody_emptied(tier, tmp_path):
     assert got(tier, 1) is None and tier.used()[0] == 0
     data = put(tier, 2, 300)
     assert got(tier, 2) == data
-    tier.check_integrity()
 
 
 # -- what readers see meanwhile
@@ -220,7 +194,6 @@ def test_an_object_that_is_deleted_while_it_is_read(tier, monkeypatch):
     monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(lambda fd: tier.delete(name(1))))
     assert got(tier, 1) == data
     assert not tier.may_hold(name(1)) and tier.used()[0] == 0
-    tier.check_integrity()
 
 
 def test_an_object_that_is_replaced_while_it_is_read(tier, monkeypatch):
@@ -233,7 +206,6 @@ def test_an_object_that_is_replaced_while_it_is_read(tier, monkeypatch):
     monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(replace))
     assert got(tier, 1) == data
     assert tier.used()[0] == 400
-    tier.check_integrity()
 
 
 def test_an_object_is_not_visible_before_it_is_complete(tier, monkeypatch):
@@ -257,4 +229,3 @@ def test_an_object_is_not_visible_before_it_is_complete(tier, monkeypatch):
     go_on.set()
     thread.join(30)
     assert got(tier, 1) == content(1, 300)
-    tier.check_integrity()

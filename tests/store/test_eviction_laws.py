@@ -1,20 +1,23 @@
-"""Laws of the eviction policies: what they may say, and when they agree."""
+"""Laws of the eviction policies: what they may say, when they agree, and which newcomers they let in."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.store.cache_value import CacheValue
+from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction import make_policy
 from vllm_hypic.store.eviction.base import EvictionPolicy
-from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
+from vllm_hypic.store.eviction.flop_aware import GHOSTS_PER_HELD, LEAST_GHOSTS, FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.eviction.ranking import Ranking
+from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan, Refusal
 
+UNIT = CacheValue(1, 1.0, 1)
 KEYS = "abcdefgh"
 WORTHS = st.builds(
     CacheValue,
@@ -166,3 +169,73 @@ def test_unknown_names_are_refused(arguments, message):
 def test_policies_by_name():
     assert isinstance(make_policy("lru"), LruPolicy)
     assert isinstance(make_policy("flop-aware"), FlopAwarePolicy)
+
+
+# -- admission
+
+
+def worth(flops: float, nbytes: int = 1) -> CacheValue:
+    return CacheValue(1, flops, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("patience", "held", "calls", "value", "victims", "admitted"),
+    [
+        pytest.param(math.inf, "ab", "?n", UNIT, "a", False, id="refused when never asked for before"),
+        # Asked for one access ago, and a three ago.
+        pytest.param(math.inf, "ab", "?n ?n", UNIT, "a", True, id="let in when asked for again"),
+        pytest.param(1.0, "ab", "?n ?n ?n", UNIT, "a", True, id="let in when asked for once more"),
+        # Asked for six accesses ago, and a one ago.
+        pytest.param(math.inf, "a", "?n +a +a +a +a +a ?n", UNIT, "a", False, id="what is used more stays"),
+        pytest.param(math.inf, "a", "?n +a +a +a +a +a ?n", worth(7.0), "a", True, id="FLOPs outweigh uses"),
+        pytest.param(math.inf, "abc", "?n ?n", worth(0.5, 3), "a", True, id="one victim is worth less"),
+        pytest.param(math.inf, "abc", "?n ?n", worth(0.5, 3), "abc", False, id="victims are worth their sum"),
+        pytest.param(math.inf, "ab", "-a ?a +b", UNIT, "b", False, id="evicted, by its last use"),
+        pytest.param(math.inf, "ab", "-a ?a +b ?a", worth(3.0), "b", True, id="evicted, and asked for again"),
+        pytest.param(math.inf, "ab", "xa ?a", worth(1e6), "b", False, id="a deleted object is forgotten"),
+        # a was used 8 accesses and additions ago.
+        pytest.param(2.0, KEYS, "?n", UNIT, "a", True, id="little patience with the never seen"),
+        pytest.param(1000.0, KEYS, "?n", UNIT, "a", False, id="much patience"),
+        # Asked for so long ago that patience counts; a was used 30 accesses and additions ago.
+        pytest.param(3.0, KEYS, "?n" + " +h" * 20 + " ?n", UNIT, "a", True, id="long ago, against older"),
+        pytest.param(3.0, KEYS, "?n" + " +h" * 20 + " ?n", UNIT, "h", False, id="long ago, against newer"),
+        pytest.param(math.inf, "a", "", UNIT, "a", True, id="owners that report no misses"),
+    ],
+)
+def test_which_newcomers_are_let_in(patience, held, calls, value, victims, admitted):
+    """Calls: ``?n`` n is asked for and not there, ``+a`` a is used, ``-a`` evicted, ``xa`` deleted."""
+    policy = fixed(0.0, patience)
+    tell(policy, [("added", key, UNIT) for key in held])
+    verbs = {"?": "missed", "+": "hit", "-": "evicted", "x": "deleted"}
+    tell(policy, [(verbs[call[0]], call[1], UNIT) for call in calls.split()])
+    newcomer = "a" if "?a" in calls else "n"
+    assert [policy.admits(newcomer, value, list(victims)) for _ in range(3)] == [admitted] * 3
+    assert policy.admits(newcomer, value, []), "nothing is refused while there is room"
+
+
+def test_always_means_always():
+    policy = FlopAwarePolicy("always")
+    tell(policy, [("added", "a", UNIT), ("missed", "n", UNIT)])
+    assert policy.admits("n", CacheValue(0, 0.0, 1), ["a"])
+    assert LruPolicy().admits("n", CacheValue(0, 0.0, 1), ["a"])
+
+
+def test_an_index_refuses_what_the_policy_refuses_and_evicts_nothing_then():
+    index = CapacityIndex(2, fixed(0.0, math.inf))
+    outcomes = []
+    for name in map(ObjectName, ("a", "b", "c", "c")):
+        index.missed(name, UNIT)
+        outcome = index.plan_put(name, UNIT)
+        if isinstance(outcome, Plan):
+            index.reserve(outcome)
+            index.commit(outcome)
+        outcomes.append(outcome if isinstance(outcome, Refusal) else outcome.victims)
+    assert outcomes == [(), (), Refusal.NOT_ADMITTED, ("a",)]
+    index.check_integrity()
+
+
+def test_memory_of_the_absent_is_bounded():
+    policy = fixed(0.0, math.inf)
+    tell(policy, [("missed", f"n{i}", UNIT) for i in range(3 * LEAST_GHOSTS)])
+    assert len(policy._ghosts) == LEAST_GHOSTS >= GHOSTS_PER_HELD
+    assert policy._ghosts.get("n0") is None and policy._ghosts.get(f"n{3 * LEAST_GHOSTS - 1}")

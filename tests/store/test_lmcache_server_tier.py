@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,16 +10,13 @@ import psutil
 import pytest
 
 from benchmarks.services import LMCacheServer
-from vllm_hypic.harness.processes import free_port
-from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
+from vllm_hypic.store.tiers.base import TierError, TierFull
 from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 
-from .conftest import WallClock
-from .tier_contract import SurvivesRestart, content, got, put
+from .remote_contract import Connect, RemoteContract, connections
+from .tier_contract import got, put
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
-
-WORKERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -30,108 +26,22 @@ def server(tmp_path_factory) -> Iterator[LMCacheServer]:
 
 
 @pytest.fixture
-def tier(server: LMCacheServer) -> Iterator[LMCacheServerTier]:
+def connect(server: LMCacheServer) -> Iterator[Connect]:
+    with connections(LMCacheServerTier, "lmcache", server.url) as connect:
+        yield connect
+
+
+@pytest.fixture
+def tier(connect: Connect) -> Iterator[LMCacheServerTier]:
     """Open and empty."""
-    tier = LMCacheServerTier("lmcache", server.url)
-    tier.open()
+    tier = connect()
     yield tier
     tier.open()
     tier.clear()
-    tier.close()
 
 
-class TestContract(SurvivesRestart):
-    tick = 0.25
-
-    @pytest.fixture
-    def tier(self, tier: LMCacheServerTier) -> LMCacheServerTier:
-        return tier
-
-    @pytest.fixture
-    def clock(self) -> WallClock:
-        return WallClock()
-
-    @pytest.fixture
-    def reopen(self, server: LMCacheServer):
-        """The server is started anew after ``kill -9``; its disk has everything."""
-
-        def again(tier: Tier) -> Tier:
-            tier.close()
-            server.kill()
-            server.start()
-            new = LMCacheServerTier("lmcache", server.url)
-            new.open()
-            return new
-
-        return again
-
-
-def test_threads_see_only_tier_errors_when_the_server_is_killed(
-    tier: LMCacheServerTier, server: LMCacheServer
-):
-    """Every object read is whole; afterwards the same tier works, and has all whose put returned."""
-    hasty = LMCacheServerTier("lmcache", server.url, timeout_s=2.0)
-    hasty.open()
-    stop, lost = threading.Event(), threading.Event()
-    faults: list[BaseException] = []
-    stored: set[int] = set()
-
-    def work(seed: int) -> None:
-        i = seed
-        while not stop.is_set():
-            try:
-                put(hasty, i, 50_000)
-                stored.add(i)
-                assert got(hasty, i) in (None, content(i, 50_000))
-                i += WORKERS
-            except TierError:
-                lost.set()
-                time.sleep(0.05)
-            except BaseException as e:
-                faults.append(e)
-                return
-
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    try:
-        while len(stored) < 2 * WORKERS and not faults:
-            time.sleep(0.01)
-        server.kill()
-        assert lost.wait(30)
-        server.start()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a thread hangs"
-    assert not faults, faults
-    assert all(got(hasty, i) == content(i, 50_000) for i in stored)
-    hasty.close()
-
-
-def test_a_server_that_hangs_is_an_error_in_time(tier: LMCacheServerTier, server: LMCacheServer):
-    hasty = LMCacheServerTier("lmcache", server.url, timeout_s=0.5)
-    hasty.open()
-    data = put(hasty, 1, 1000)
-    server.pause()
-    try:
-        with pytest.raises(TierError, match="timeout"):
-            got(hasty, 1)
-        with pytest.raises(TierError, match="timeout"):
-            put(hasty, 2, 1000)
-    finally:
-        server.resume()
-    assert got(hasty, 1) == data
-    hasty.close()
-
-
-def test_open_fails_without_a_server(server: LMCacheServer):
-    nobody = LMCacheServerTier("lmcache", f"tcp://127.0.0.1:{free_port()}")
-    with pytest.raises(TierError, match="refused"):
-        nobody.open()
-    with pytest.raises(TierError, match="not open"):
-        got(nobody, 1)
+class TestContract(RemoteContract):
+    """The server's disk has everything."""
 
 
 def test_a_server_without_our_module_tells(tier: LMCacheServerTier, monkeypatch: pytest.MonkeyPatch):
@@ -152,19 +62,6 @@ def test_larger_than_the_servers_memory_is_refused(tier: LMCacheServerTier, serv
     with pytest.raises(TierFull, match="no room"):
         put(tier, 2, size + 1)
     assert got(tier, 1) == kept
-
-
-def test_namespaces_and_clients(tier: LMCacheServerTier, server: LMCacheServer):
-    same, apart = (LMCacheServerTier("x", server.url, namespace=n) for n in ("default", "b"))
-    same.open()
-    apart.open()
-    data = put(tier, 1, 1000)
-    assert got(same, 1) == data and got(apart, 1) is None
-    put(apart, 1, 50)
-    apart.clear()
-    assert got(tier, 1) == data and got(apart, 1) is None
-    same.close()
-    apart.close()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
-from .stores import Opener, commit, filled, place
+from .stores import One, Opener, Two, commit, filled, place, stuck
 
 
 def answer(look: Look) -> Look:
@@ -40,12 +40,9 @@ def test_the_tier_itself_is_asked_and_gives_no_bytes(opened: Opener) -> None:
         store.look_for([name(1)], "slow")
 
 
-def test_a_write_under_way_is_waited_for(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
-    store = opened(fast, slow)
-    hang = slow.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_a_write_under_way_is_waited_for(two: Two) -> None:
+    store, _, slow = two
+    stuck(slow, "put", lambda: commit(store, 1))
     looks = [store.look_for([name(1)], "slow") for _ in range(2)]
     assert is_there(store, 1, "fast"), "what is over in one tier does not wait for another"
     assert [look.there for look in looks] == [None, None]
@@ -54,12 +51,9 @@ def test_a_write_under_way_is_waited_for(opened: Opener) -> None:
     assert "first" not in slow.calls
 
 
-def test_a_refused_write_is_told_with_its_reason(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_a_refused_write_is_told_with_its_reason(one: One) -> None:
+    store, tier = one
+    hang = stuck(tier, "put", lambda: commit(store, 1))
     commit(store, 2)
     look = store.look_for([name(2)], "tier")
     tier.before["put"] = full
@@ -106,17 +100,13 @@ def test_who_waits_for_others_has_a_deadline_too(opened: Opener, clock: ManualCl
 def test_a_deleted_object_is_not_there(opened: Opener) -> None:
     tier = AwkwardTier(tells=False)
     store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+    hang = stuck(tier, "put", lambda: commit(store, 1))
     look = store.look_for([name(1)], "tier")
     store.delete(name(1))
     assert answer(look).fault == "it was deleted, or could not be finished"
     hang.release()
     place(tier, 2)
-    deleting = tier.hang("delete")
-    store.delete(name(2))
-    deleting.wait_until_entered()
+    stuck(tier, "delete", lambda: store.delete(name(2)))
     assert not is_there(store, 2), "its delete is under way"
 
 
@@ -148,10 +138,7 @@ def test_a_tier_that_fails_has_none(opened: Opener) -> None:
     assert answer(store.look_for([name(1), name(2)])).there == {name(2)}
 
 
-def test_what_is_being_written_is_there(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_what_is_being_written_is_there(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
     assert answer(store.look_for([name(1), name(2)])).there == {name(1)}

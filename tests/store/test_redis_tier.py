@@ -1,7 +1,6 @@
 """The Redis tier against a real redis-server."""
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 
 from .conftest import WallClock
-from .tier_contract import HeedsPins, SurvivesRestart, content, got, name, put, value, view
+from .remote_contract import Connect, RemoteContract, connections
+from .tier_contract import HeedsPins, got, name, put, value, view
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
 PASSWORD = "open-sesame-7"
-WORKERS = 4
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +26,15 @@ def server(tmp_path_factory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def tier(server: RedisServer) -> Iterator[RedisTier]:
+def connect(server: RedisServer) -> Iterator[Connect]:
+    with connections(RedisTier, "redis", server.url) as connect:
+        yield connect
+
+
+@pytest.fixture
+def tier(server: RedisServer, connect: Connect) -> Iterator[RedisTier]:
     """Open and empty, at the module's server."""
-    tier = RedisTier("redis", server.url)
-    tier.open()
-    yield tier
-    tier.close()
+    yield connect()
     with server.client() as client:
         client.flushall()
 
@@ -42,127 +44,9 @@ def key(i: int) -> str:
     return f"hypic:default:redis:{name(i)}"
 
 
-class TestContract(SurvivesRestart, HeedsPins):
-    tick = 0.25
-
-    @pytest.fixture
-    def tier(self, tier: RedisTier) -> RedisTier:
-        return tier
-
-    @pytest.fixture
-    def clock(self) -> WallClock:
-        return WallClock()
-
-    @pytest.fixture
-    def reopen(self, server: RedisServer):
-        """The tier and the server are started anew, the server after ``kill -9``."""
-
-        def again(tier: Tier) -> Tier:
-            tier.close()
-            server.kill()
-            server.start()
-            new = RedisTier("redis", server.url)
-            new.open()
-            return new
-
-        return again
-
-
-# -- the server's faults
-
-
-def test_a_killed_server_is_an_error_and_its_return_mends_it(tier: RedisTier, server: RedisServer):
-    data = put(tier, 1, 1_000_000)
-    server.kill()
-    for operation in (
-        lambda: got(tier, 1),
-        lambda: put(tier, 2, 100),
-        lambda: tier.delete(name(1)),
-        lambda: tier.pin(name(3)),
-        lambda: tier.expire(name(1), None),
-        lambda: tier.used(),
-        tier.clear,
-    ):
-        with pytest.raises(TierError, match=f"127.0.0.1:{server.port}"):
-            operation()
-    assert tier.may_hold(name(1))
-    server.start()
-    assert got(tier, 1) == data
-    assert put(tier, 2, 100) == got(tier, 2)
-
-
-def test_open_fails_without_a_server_and_may_be_called_again(tmp_path: Path):
-    with RedisServer(tmp_path) as server:
-        server.kill()
-        tier = RedisTier("redis", server.url)
-        with pytest.raises(TierError, match=f"127.0.0.1:{server.port}"):
-            tier.open()
-        with pytest.raises(TierError, match="not open"):
-            got(tier, 1)
-        server.start()
-        tier.open()
-        assert put(tier, 1, 100) == got(tier, 1)
-        tier.close()
-
-
-def test_a_server_that_hangs_is_an_error_in_time(server: RedisServer, tier: RedisTier):
-    hasty = RedisTier("redis", server.url, timeout_s=0.2)
-    hasty.open()
-    data = put(hasty, 1, 1000)
-    server.pause()
-    try:
-        outcome: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                got(hasty, 1)
-            except BaseException as e:
-                outcome.append(e)
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(30)
-        assert not thread.is_alive(), "a hanging server hangs the tier"
-        assert isinstance(outcome[0], TierError)
-    finally:
-        server.resume()
-    assert got(hasty, 1) == data
-    hasty.close()
-
-
-def test_threads_see_only_tier_errors_when_the_server_is_killed(tier: RedisTier, server: RedisServer):
-    """Every object read is whole; afterwards the tier works, and has all whose put returned."""
-    stop, lost = threading.Event(), threading.Event()
-    faults: list[BaseException] = []
-    stored: set[int] = set()
-
-    def work(seed: int) -> None:
-        i = seed
-        while not stop.is_set():
-            try:
-                put(tier, i, 50_000)
-                stored.add(i)
-                assert got(tier, i) in (None, content(i, 50_000))
-                i += WORKERS
-            except TierError:
-                lost.set()
-            except BaseException as e:
-                faults.append(e)
-                return
-
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(WORKERS)]
-    for thread in threads:
-        thread.start()
-    try:
-        server.kill()
-        assert lost.wait(30)
-        server.start()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
-    assert not faults, faults
-    assert all(got(tier, i) == content(i, 50_000) for i in stored)
+class TestContract(RemoteContract, HeedsPins):
+    def operations(self, tier: Tier) -> list[Callable[[], object]]:
+        return [*super().operations(tier), lambda: tier.pin(name(3))]
 
 
 def test_a_full_server_refuses(tmp_path: Path):
@@ -223,30 +107,17 @@ def test_a_value_that_is_no_object_is_a_miss(tier: RedisTier, server: RedisServe
 # -- a shared server
 
 
-def test_names_and_namespaces_are_apart(tier: RedisTier, server: RedisServer):
-    others = [RedisTier("redis", server.url, namespace="b"), RedisTier("redis2", server.url)]
-    data = put(tier, 1, 100)
-    for i, other in enumerate(others, start=10):
-        other.open()
-        assert got(other, 1) is None
-        put(other, i, 100)
+def test_names_namespaces_and_strangers_are_apart(tier: RedisTier, connect: Connect, server: RedisServer):
+    others = [connect(namespace="b"), connect("redis2")]
+    put(tier, 1, 100)
+    assert [got(other, 1) for other in others] == [None, None]
+    kept = [put(other, i, 100) for i, other in enumerate(others, start=10)]
     with server.client() as client:
         client.set("somebody", b"else")
-    tier.clear()
-    assert got(tier, 1) is None
-    assert [got(other, i) is not None for i, other in enumerate(others, start=10)] == [True, True]
-    with server.client() as client:
+        tier.clear()
         assert client.get("somebody") == b"else"
-    assert data == put(tier, 1, 100)
-    for other in others:
-        other.close()
-
-
-def test_two_processes_share_objects(tier: RedisTier, server: RedisServer):
-    other = RedisTier("redis", server.url)
-    other.open()
-    assert put(tier, 1, 1000) == got(other, 1)
-    other.close()
+    assert got(tier, 1) is None
+    assert [got(other, i) for i, other in enumerate(others, start=10)] == kept
 
 
 def test_clear_of_more_objects_than_a_batch(tier: RedisTier, server: RedisServer):
@@ -262,9 +133,8 @@ def test_clear_of_more_objects_than_a_batch(tier: RedisTier, server: RedisServer
 # -- expiry
 
 
-def test_ttl_of_objects_without_an_expiry(tier: RedisTier, server: RedisServer):
-    brief = RedisTier("redis", server.url, ttl_s=0.3)
-    brief.open()
+def test_ttl_of_objects_without_an_expiry(tier: RedisTier, connect: Connect):
+    brief = connect(ttl_s=0.3)
     put(brief, 1, 100)
     put(brief, 2, 100)
     brief.pin(name(3))
@@ -274,7 +144,6 @@ def test_ttl_of_objects_without_an_expiry(tier: RedisTier, server: RedisServer):
     assert [got(brief, i) is not None for i in (1, 2, 3)] == [False, True, True]
     brief.unpin(name(3))
     assert got(brief, 3) is None
-    brief.close()
 
 
 def test_unpinned_in_time_an_object_expires_as_it_would_have(tier: RedisTier, server: RedisServer):
@@ -332,9 +201,7 @@ def test_malformed_arguments_are_named(arguments: dict[str, str | float], told: 
         RedisTier(**{"name": "redis", "url": "redis://127.0.0.1", **arguments})
 
 
-def test_a_url_cannot_ask_for_text(server: RedisServer, tier: RedisTier):
-    other = RedisTier("redis", f"{server.url}?decode_responses=true")
-    other.open()
+def test_a_url_cannot_ask_for_text(tier: RedisTier, connect: Connect, server: RedisServer):
+    other = connect(url=f"{server.url}?decode_responses=true")
     tier.put(name(1), view(b"\xff\x00"), value(2))
     assert got(other, 1) == b"\xff\x00"
-    other.close()

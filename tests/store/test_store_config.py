@@ -1,9 +1,10 @@
-"""Options of the store: read from JSON, checked once, refused by name; built into tiers."""
+"""Options of the store: read from JSON, checked once, refused by name; built into tiers, told from others."""
 
 from __future__ import annotations
 
 import builtins
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm_hypic.config.store import (
 )
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.store.build import build_store
+from vllm_hypic.store.shared import shared_tiers
 
 EVERY_TIER = {
     "tiers": [
@@ -35,6 +37,13 @@ EVERY_TIER = {
     "ttl_s": 86400,
     "close_s": 2,
 }
+
+
+MEMORY = {"type": "memory", "bytes": 1}
+
+
+def with_tiers(*tiers: dict[str, Any]) -> StoreConfig:
+    return StoreConfig.from_mapping({"tiers": tiers})
 
 
 def test_defaults_have_no_tiers() -> None:
@@ -62,11 +71,7 @@ def test_every_option_is_read_and_survives_json() -> None:
     ("size", "nbytes"), [(7, 7), ("7", 7), ("7b", 7), ("3kB", 3000), ("3KiB", 3072), ("0.5MiB", 1 << 19)]
 )
 def test_sizes(size: object, nbytes: int) -> None:
-    config = StoreConfig.from_mapping({"tiers": [{"type": "memory", "bytes": size}]})
-    assert config.tiers == (MemoryConfig(bytes=nbytes),)
-
-
-MEMORY = {"type": "memory", "bytes": 1}
+    assert with_tiers({"type": "memory", "bytes": size}).tiers == (MemoryConfig(bytes=nbytes),)
 
 
 @pytest.mark.parametrize(
@@ -118,15 +123,8 @@ def test_options_made_in_python_are_checked_too() -> None:
 
 
 def test_memory_over_disk_is_built_and_open(tmp_path: Path) -> None:
-    config = StoreConfig.from_mapping(
-        {
-            "tiers": [
-                {"type": "memory", "bytes": "1MB"},
-                {"type": "disk", "path": str(tmp_path), "bytes": "1MB"},
-            ]
-        }
-    )
-    store = build_store(config, "namespace")
+    disk = {"type": "disk", "path": str(tmp_path), "bytes": "1MB"}
+    store = build_store(with_tiers({"type": "memory", "bytes": "1MB"}, disk), "namespace")
     assert store is not None
     try:
         stats = store.stats().tiers
@@ -144,7 +142,7 @@ def test_a_missing_package_is_named_with_the_command_to_get_it(monkeypatch: pyte
         return found(module, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_redis)
-    config = StoreConfig.from_mapping({"tiers": [{"type": "redis", "url": "redis://localhost"}]})
+    config = with_tiers({"type": "redis", "url": "redis://localhost"})
     with pytest.raises(ConfigError, match=r"store\.tiers\[0\].*pip install"):
         build_store(config, "namespace")
 
@@ -152,3 +150,71 @@ def test_a_missing_package_is_named_with_the_command_to_get_it(monkeypatch: pyte
 def test_the_former_name_of_an_admission_is_understood() -> None:
     config = StoreConfig.from_mapping({"admission": "worth"})
     assert config == StoreConfig() and config.to_mapping()["admission"] == "cache-value"
+
+
+# -- by what engines know a shared tier: alike where it is written alike, different where it is not the same
+
+REDIS = {"type": "redis", "url": "redis://cache:6379/0", "shared": True}
+SERVER = {"type": "lmcache", "url": "tcp://cache:5555", "shared": True}
+DISK = {"type": "disk", "path": "/net/hypic", "bytes": 1, "shared": True}
+
+
+def identities(*tiers: dict[str, Any]) -> list[str]:
+    return list(shared_tiers(with_tiers(*tiers)))
+
+
+def test_only_shared_tiers_have_one_in_their_order_and_by_their_names() -> None:
+    found = shared_tiers(with_tiers(MEMORY, DISK, {**REDIS, "name": "team"}, {**SERVER, "shared": False}))
+    assert list(found.values()) == ["disk", "team"]
+    assert all(re.fullmatch("[0-9a-f]{16}", identity) for identity in found)
+    assert shared_tiers(StoreConfig()) == {}
+
+
+SAME = [
+    (REDIS, {**REDIS, "url": "redis://me@CACHE"}),
+    (REDIS, {**REDIS, "url": "rediss://me@cache:6379?db=0"}),
+    (REDIS, {**REDIS, "ttl_s": 5}),
+    ({**REDIS, "url": "redis://[::1]/0"}, {**REDIS, "url": "redis://[::1]:6379"}),
+    ({**REDIS, "url": "unix:///run/redis"}, {**REDIS, "url": "unix://me@/run/redis?db=0"}),
+    ({**REDIS, "shared": "team"}, {**REDIS, "shared": "team", "url": "redis://elsewhere"}),
+    (SERVER, {**SERVER, "url": "tcp://Cache:5555/", "name": "b"}),
+    (DISK, {**DISK, "path": "/net/../net/hypic/", "bytes": 7, "name": "b"}),
+    ({**DISK, "shared": "a"}, {**DISK, "shared": "a", "path": "/mnt/hypic"}),
+]
+OTHERS = [
+    (REDIS, {**REDIS, "url": "redis://cache:6380/0"}),
+    (REDIS, {**REDIS, "url": "redis://cache:6379/1"}),
+    (REDIS, {**REDIS, "url": "redis://cache?db=1"}),
+    (REDIS, {**REDIS, "url": "redis://cash"}),
+    (REDIS, {**REDIS, "name": "b"}),  # part of its objects' keys
+    ({**REDIS, "shared": "a"}, {**REDIS, "shared": "a", "name": "b"}),
+    ({**REDIS, "shared": "a"}, {**REDIS, "shared": "b"}),
+    ({**REDIS, "url": "unix:///run/redis"}, {**REDIS, "url": "unix:///run/redis?db=1"}),
+    (SERVER, {**SERVER, "url": "tcp://cache:5556"}),
+    (DISK, {**DISK, "path": "/net/hypic2"}),
+    ({**DISK, "shared": "cache"}, {**REDIS, "shared": "cache"}),
+    ({**DISK, "path": "/cache"}, {**DISK, "path": "/x", "shared": "cache"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [*((*pair, True) for pair in SAME), *((*pair, False) for pair in OTHERS)],
+)
+def test_the_same_tier_or_another(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
+    assert (identities(one) == identities(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ({**MEMORY, "shared": True}, "a tier that other engines can reach (disk, redis"),
+        ({"type": "lmcache", "l1_bytes": 1, "shared": "x"}, "shared='x': expected a tier that other engines"),
+        ({**REDIS, "shared": 1}, "shared=1: expected true, false, or what all engines call the tier: 1"),
+        ({**DISK, "shared": "a b"}, "store.tiers[0].shared='a b': expected true, false, or"),
+        ({**SERVER, "shared": ""}, "store.tiers[0].shared='': expected true, false, or"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tier: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        with_tiers(tier)

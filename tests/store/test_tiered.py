@@ -15,14 +15,27 @@ from vllm_hypic.store.tiers.memory import MemoryTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
-from .stores import SIZE, Opener, Reading, commit, content, fetch, filled, only_report, place
+from .stores import (
+    SIZE,
+    One,
+    Opener,
+    Reading,
+    Two,
+    commit,
+    content,
+    fetch,
+    filled,
+    only_report,
+    place,
+    reserved,
+    stuck,
+)
 
 # -- the ordinary
 
 
-def test_what_was_committed_is_in_every_tier_and_read_from_the_first(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
-    store = opened(fast, slow)
+def test_what_was_committed_is_in_every_tier_and_read_from_the_first(two: Two) -> None:
+    store, fast, slow = two
     filled(store, 1)
     assert bytes(fast.objects[name(1)]) == bytes(slow.objects[name(1)]) == content(1)
     assert fetch(store, 1) == "fast"
@@ -57,8 +70,7 @@ def test_what_others_rest_on_leaves_after_them(full: bool) -> None:
     store = TieredStore([tier], StoreSettings())
     store.open()
     filled(store, *range(4 if full else 3))
-    reservation = store.reserve(name(4), CacheValue(1, 1.0, SIZE))
-    assert reservation is not None
+    reservation = reserved(store, 4)
     store.commit(reservation, rests_on=(name(1), name(0)))
     assert store.drain(PATIENCE_S)
     leaving = []
@@ -70,11 +82,9 @@ def test_what_others_rest_on_leaves_after_them(full: bool) -> None:
     store.close()
 
 
-def test_finish_runs_once_before_the_tiers_write(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
-    assert reservation is not None
+def test_finish_runs_once_before_the_tiers_write(one: One) -> None:
+    store, tier = one
+    reservation = reserved(store, 1)
     runs: list[int] = []
 
     def finish(buffer: memoryview) -> None:
@@ -87,11 +97,9 @@ def test_finish_runs_once_before_the_tiers_write(opened: Opener) -> None:
     assert len(runs) == 1 and runs[0] != threading.get_ident()
 
 
-def test_what_cannot_be_finished_is_dropped(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
-    assert reservation is not None
+def test_what_cannot_be_finished_is_dropped(one: One, caplog: pytest.LogCaptureFixture) -> None:
+    store, tier = one
+    reservation = reserved(store, 1)
 
     def finish(buffer: memoryview) -> None:
         raise RuntimeError("no checksum")
@@ -101,12 +109,9 @@ def test_what_cannot_be_finished_is_dropped(opened: Opener, caplog: pytest.LogCa
     assert tier.objects == {} and not store.holds(name(1)) and "no checksum" in caplog.text
 
 
-def test_the_same_name_is_written_once(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_the_same_name_is_written_once(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
     commit(store, 1, b"y" * SIZE)
     tier.release()
     filled(store, 1)
@@ -127,8 +132,7 @@ def test_misused_calls_are_refused(opened: Opener) -> None:
     with pytest.raises(ValueError, match="not reported yet"):
         store.prefetch(name(1), SIZE, Reading(1))
     assert only_report(store).tier == "tier"
-    reservation = store.reserve(name(2), CacheValue(1, 1.0, SIZE))
-    assert reservation is not None
+    reservation = reserved(store, 2)
     store.abort(reservation)
     with pytest.raises(ValueError, match="committed or aborted before"):
         store.commit(reservation)
@@ -144,9 +148,7 @@ def test_misused_calls_are_refused(opened: Opener) -> None:
 def test_reserving_is_refused_while_writing_lags_behind(opened: Opener) -> None:
     tier = AwkwardTier()
     store = opened(tier, queue_bytes=2 * SIZE)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+    stuck(tier, "put", lambda: commit(store, 1))
     reserved = store.reserve(name(2), CacheValue(1, 1.0, SIZE))
     assert reserved is not None
     assert store.reserve(name(3), CacheValue(1, 1.0, 1)) is None
@@ -159,9 +161,8 @@ def test_reserving_is_refused_while_writing_lags_behind(opened: Opener) -> None:
     assert store.reserve(name(4), CacheValue(1, 1.0, SIZE)) is not None
 
 
-def test_what_is_being_written_is_read_from_the_queue(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_what_is_being_written_is_read_from_the_queue(one: One) -> None:
+    store, tier = one
     tier.hang("put")
     commit(store, 1)
     assert store.holds(name(1))
@@ -170,8 +171,7 @@ def test_what_is_being_written_is_read_from_the_queue(opened: Opener) -> None:
 
 def test_a_reader_waits_for_the_checksum(opened: Opener) -> None:
     store = opened(AwkwardTier())
-    reservation = store.reserve(name(1), CacheValue(1, 1.0, SIZE))
-    assert reservation is not None
+    reservation = reserved(store, 1)
     begun, go_on = threading.Event(), threading.Event()
 
     def finish(buffer: memoryview) -> None:
@@ -188,10 +188,9 @@ def test_a_reader_waits_for_the_checksum(opened: Opener) -> None:
     assert only_report(store).tier == "queue" and reading.seen == [content(1)]
 
 
-def test_a_full_tier_refuses_and_stays_up(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+def test_a_full_tier_refuses_and_stays_up(two: Two) -> None:
+    store, fast, _ = two
     fast.before["put"] = full
-    store = opened(fast, slow)
     filled(store, 1)
     stats = store.stats().tiers
     assert stats["fast"].refused == 1 and stats["fast"].up and stats["fast"].errors == 0
@@ -234,13 +233,10 @@ def test_what_a_former_process_left_expires_too(opened: Opener, clock: ManualClo
     assert tier.expiries == {name(1): clock() + 100}
 
 
-def test_what_is_deleted_while_it_is_fetched_does_not_move_up(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+def test_what_is_deleted_while_it_is_fetched_does_not_move_up(two: Two) -> None:
+    store, fast, slow = two
     place(slow, 1)
-    store = opened(fast, slow)
-    hang = slow.hang("get")
-    store.prefetch(name(1), SIZE, Reading(1))
-    hang.wait_until_entered()
+    stuck(slow, "get", lambda: store.prefetch(name(1), SIZE, Reading(1)))
     store.delete(name(1))
     assert store.drain(PATIENCE_S)
     slow.release()
@@ -252,11 +248,10 @@ def test_what_is_deleted_while_it_is_fetched_does_not_move_up(opened: Opener) ->
 # -- unsound objects
 
 
-def test_a_damaged_object_is_deleted_and_the_next_tier_asked(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+def test_a_damaged_object_is_deleted_and_the_next_tier_asked(two: Two) -> None:
+    store, fast, slow = two
     place(fast, 1, b"?" * SIZE)
     place(slow, 1)
-    store = opened(fast, slow)
     reading = Reading(1)
     assert fetch(store, 1, reading) == "slow"
     assert reading.seen == [b"?" * SIZE, content(1)]
@@ -266,30 +261,25 @@ def test_a_damaged_object_is_deleted_and_the_next_tier_asked(opened: Opener) -> 
     assert stats.corrupt == 1 and stats.hits == 0 and stats.misses == 0
 
 
-def test_an_object_longer_than_the_limit_is_not_shown_to_the_reader(opened: Opener) -> None:
-    tier = AwkwardTier()
+def test_an_object_longer_than_the_limit_is_not_shown_to_the_reader(one: One) -> None:
+    store, tier = one
     place(tier, 1, content(1) + b"!")
-    store = opened(tier)
     reading = Reading(1)
     assert fetch(store, 1, reading) is None
     assert reading.seen == [] and store.drain(PATIENCE_S) and tier.objects == {}
 
 
-def test_a_damaged_object_in_the_queue_reaches_no_tier_again(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1, b"?" * SIZE)
-    hang.wait_until_entered()
+def test_a_damaged_object_in_the_queue_reaches_no_tier_again(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1, b"?" * SIZE))
     assert fetch(store, 1) is None
     tier.release()
     assert store.drain(PATIENCE_S)
     assert not store.holds(name(1)) and tier.objects == {}
 
 
-def test_a_reader_that_raises_ends_its_fetch(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_a_reader_that_raises_ends_its_fetch(one: One, caplog: pytest.LogCaptureFixture) -> None:
+    store, tier = one
     filled(store, 1)
 
     def reader(data: memoryview) -> Verdict:
@@ -305,12 +295,9 @@ def test_a_reader_that_raises_ends_its_fetch(opened: Opener, caplog: pytest.LogC
 # -- the end
 
 
-def test_close_writes_what_is_queued(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_close_writes_what_is_queued(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
     threading.Timer(0.05, tier.release).start()
     store.close()
     assert tier.closed and name(1) in tier.objects

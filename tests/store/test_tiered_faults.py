@@ -14,16 +14,28 @@ from vllm_hypic.store.protocol import Verdict
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, name, wait_for
 from .conftest import ManualClock
-from .stores import DEADLINE_S, SIZE, Opener, Reading, commit, fetch, filled, only_report, place
+from .stores import (
+    DEADLINE_S,
+    SIZE,
+    One,
+    Opener,
+    Reading,
+    Two,
+    commit,
+    fetch,
+    filled,
+    only_report,
+    place,
+    stuck,
+)
 
 # -- deadlines
 
 
-def test_a_hanging_tier_leaves_time_for_the_next(opened: Opener, clock: ManualClock) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+def test_a_hanging_tier_leaves_time_for_the_next(two: Two, clock: ManualClock) -> None:
+    store, fast, slow = two
     place(fast, 1)
     place(slow, 1)
-    store = opened(fast, slow)
     hang = fast.hang("get")
     reading = Reading(1)
     assert store.prefetch(name(1), SIZE, reading)
@@ -33,16 +45,13 @@ def test_a_hanging_tier_leaves_time_for_the_next(opened: Opener, clock: ManualCl
     assert not store.stats().tiers["fast"].up and store.stats().tiers["fast"].timeouts == 1
 
 
-def test_what_was_spent_before_counts(opened: Opener, clock: ManualClock) -> None:
-    tier = AwkwardTier()
+def test_what_was_spent_before_counts(one: One, clock: ManualClock) -> None:
+    store, tier = one
     for i in (1, 2):
         place(tier, i)
-    store = opened(tier)
     assert store.prefetch(name(2), SIZE, Reading(2), DEADLINE_S)
     assert only_report(store).tier is None, "nothing is left"
-    hang = tier.hang("get")
-    assert store.prefetch(name(1), SIZE, Reading(1), DEADLINE_S - 1)
-    hang.wait_until_entered()
+    stuck(tier, "get", lambda: store.prefetch(name(1), SIZE, Reading(1), DEADLINE_S - 1))
     clock.advance(1)
     assert only_report(store).tier is None
 
@@ -79,10 +88,9 @@ def test_time_in_the_queue_counts_but_is_not_the_tiers_fault(opened: Opener, clo
     assert {f.tier for f in store.poll()} == {"tier"} and store.stats().tiers["tier"].up
 
 
-def test_a_reader_that_runs_when_time_is_over_is_waited_for(opened: Opener, clock: ManualClock) -> None:
-    tier = AwkwardTier()
+def test_a_reader_that_runs_when_time_is_over_is_waited_for(one: One, clock: ManualClock) -> None:
+    store, tier = one
     place(tier, 1)
-    store = opened(tier)
     begun, go_on = threading.Event(), threading.Event()
 
     def reader(data: memoryview) -> Verdict:
@@ -98,10 +106,9 @@ def test_a_reader_that_runs_when_time_is_over_is_waited_for(opened: Opener, cloc
     assert only_report(store).tier == "tier" and store.stats().tiers["tier"].up
 
 
-def test_nothing_waits_for_a_tier_that_hangs_everywhere(opened: Opener, clock: ManualClock) -> None:
+def test_nothing_waits_for_a_tier_that_hangs_everywhere(one: One, clock: ManualClock) -> None:
     """Every method returns while all threads of the tier hang: this test hangs if one does not."""
-    tier = AwkwardTier()
-    store = opened(tier)
+    store, tier = one
     filled(store, 1, 2, 3)
     for operation in ("get", "put", "delete", "pin", "expire", "clear", "used"):
         tier.hang(operation)
@@ -120,17 +127,53 @@ def test_nothing_waits_for_a_tier_that_hangs_everywhere(opened: Opener, clock: M
     assert [f.tier for f in store.poll()] == [None] * 3
 
 
+# -- the thread that watches deadlines: fetches come and go while it looks at them
+
+
+def test_a_fetch_that_comes_while_deadlines_are_looked_at(opened: Opener, clock: ManualClock) -> None:
+    """One that leaves a tier asks for the time: in that moment another thread starts a fetch."""
+    hanging, well = AwkwardTier("hanging"), AwkwardTier("well")
+    for tier, i in ((hanging, 1), (hanging, 2), (well, 2), (well, 3)):
+        place(tier, i)
+    store = opened(hanging, well, readers=1)
+    hang = hanging.hang("get")
+    well.hang("get")
+    store.prefetch(name(1), SIZE, Reading(1))
+    hang.wait_until_entered()
+    store.prefetch(name(2), SIZE, Reading(2))  # waits for the one reader, half as long
+    leaving = store._fetches[name(2)]
+    came = threading.Event()
+    others: list[threading.Thread] = []
+
+    def come() -> None:
+        assert store.prefetch(name(3), SIZE, Reading(3))
+        came.set()
+
+    def during() -> None:
+        if leaving.give_up_at is None and not others:
+            others.append(threading.Thread(target=come))
+            others[0].start()
+            came.wait(0.3)  # in vain: it must not come in between
+
+    clock.during = during
+    clock.advance(DEADLINE_S / 2)
+    # Nobody polls: all that follows is the thread's doing.
+    assert came.wait(PATIENCE_S) and store.stats().inflight == 3
+    clock.advance(DEADLINE_S)
+    wait_for(lambda: store.stats().inflight == 0, "the end of all three")
+    assert [f.tier for f in store.poll()] == [None] * 3
+
+
 # -- bypass
 
 
 def test_a_failing_tier_is_bypassed_then_tried_again(
-    opened: Opener, clock: ManualClock, caplog: pytest.LogCaptureFixture
+    two: Two, clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+    store, fast, slow = two
     place(fast, 1)
     place(slow, 1)
     caplog.set_level(logging.INFO, "vllm.hypic.store")
-    store = opened(fast, slow)
     fast.fail("get")
     assert fetch(store, 1) == "slow"
     assert not store.stats().tiers["fast"].up
@@ -152,9 +195,8 @@ def test_a_failing_tier_is_bypassed_then_tried_again(
     assert sum("works again" in s for s in said) == 1, said
 
 
-def test_writes_to_a_bypassed_tier_are_dropped_for_it_alone(opened: Opener, clock: ManualClock) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
-    store = opened(fast, slow)
+def test_writes_to_a_bypassed_tier_are_dropped_for_it_alone(two: Two, clock: ManualClock) -> None:
+    store, fast, slow = two
     slow.fail("put")
     filled(store, 1, 2, 3)
     assert set(fast.objects) == {name(1), name(2), name(3)} and slow.calls.count("put") == 1
@@ -168,9 +210,8 @@ def test_writes_to_a_bypassed_tier_are_dropped_for_it_alone(opened: Opener, cloc
     assert name(4) in slow.objects and store.stats().tiers["slow"].up
 
 
-def test_a_hanging_write_holds_no_later_one_up(opened: Opener, clock: ManualClock) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_a_hanging_write_holds_no_later_one_up(one: One, clock: ManualClock) -> None:
+    store, tier = one
     hang = tier.hang("put")
     commit(store, 1)
     commit(store, 2)
@@ -239,9 +280,8 @@ def test_a_tier_that_hangs_in_open_does_not_keep_the_engine_from_starting(opened
 # -- delete
 
 
-def test_a_delete_overtakes_a_put(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_a_delete_overtakes_a_put(one: One) -> None:
+    store, tier = one
     hang = tier.hang("put")
     commit(store, 1)
     commit(store, 2)
@@ -257,13 +297,10 @@ def test_a_delete_overtakes_a_put(opened: Opener) -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_delete_wins_over_a_put_that_comes_back_late(
-    opened: Opener, clock: ManualClock, everything: bool
+    one: One, clock: ManualClock, everything: bool
 ) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
     clock.advance(10.0)
     assert store.drain(PATIENCE_S)
     tier.recover()
@@ -281,9 +318,8 @@ def test_a_delete_wins_over_a_put_that_comes_back_late(
     assert set(tier.objects) == {name(2)} and not store.holds(name(1))
 
 
-def test_a_delete_waits_for_a_bypassed_tier(opened: Opener, clock: ManualClock) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_a_delete_waits_for_a_bypassed_tier(one: One, clock: ManualClock) -> None:
+    store, tier = one
     filled(store, 1)
     tier.fail("delete")
     store.delete(name(1))
@@ -295,13 +331,10 @@ def test_a_delete_waits_for_a_bypassed_tier(opened: Opener, clock: ManualClock) 
     wait_for(lambda: name(1) not in tier.objects, "deleted")
 
 
-def test_a_delete_that_hangs_is_tried_again(opened: Opener, clock: ManualClock) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
+def test_a_delete_that_hangs_is_tried_again(one: One, clock: ManualClock) -> None:
+    store, tier = one
     filled(store, 1)
-    hang = tier.hang("delete")
-    store.delete(name(1))
-    hang.wait_until_entered()
+    stuck(tier, "delete", lambda: store.delete(name(1)))
     tier.recover()
     clock.advance(10.0)
     store.poll()
@@ -311,12 +344,9 @@ def test_a_delete_that_hangs_is_tried_again(opened: Opener, clock: ManualClock) 
     wait_for(lambda: name(1) not in tier.objects, "deleted by another thread")
 
 
-def test_what_is_committed_after_a_delete_stays(opened: Opener) -> None:
-    tier = AwkwardTier()
-    store = opened(tier)
-    hang = tier.hang("put")
-    commit(store, 1)
-    hang.wait_until_entered()
+def test_what_is_committed_after_a_delete_stays(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
     store.delete(name(1))
     commit(store, 1)
     tier.release()
@@ -324,13 +354,10 @@ def test_what_is_committed_after_a_delete_stays(opened: Opener) -> None:
     assert set(tier.objects) == {name(1)} and fetch(store, 1) == "tier"
 
 
-def test_clear_takes_what_is_on_its_way(opened: Opener) -> None:
-    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
-    store = opened(fast, slow)
+def test_clear_takes_what_is_on_its_way(two: Two) -> None:
+    store, fast, slow = two
     filled(store, 1)
-    hang = slow.hang("put")
-    commit(store, 2)
-    hang.wait_until_entered()
+    stuck(slow, "put", lambda: commit(store, 2))
     commit(store, 3)
     store.clear()
     assert not any(store.holds(name(i)) for i in (1, 2, 3))
