@@ -39,24 +39,6 @@ LOG_TAIL = 25
 T = TypeVar("T")
 
 
-def poison_cache() -> None:
-    """What to give as ``mended``: all of vLLM's cache but its null block holds values that are no numbers, so
-    that whoever reads what nobody wrote is found out."""
-    from vllm.v1.worker import gpu_model_runner as runner
-
-    stock = runner.allocate_kv_cache
-
-    def allocate(config: Any, *args: Any, **kwargs: Any) -> Any:
-        found = stock(config, *args, **kwargs)
-        for layer in found.values():
-            layer.untyped_storage().fill_(255)
-        for layer in found.values():
-            layer[: len(layer) // config.num_blocks].zero_()
-        return found
-
-    runner.allocate_kv_cache = allocate
-
-
 class EngineError(Exception):
     """A function failed beside an engine; ``kind`` is the exception's class name there."""
 

@@ -17,7 +17,7 @@ import pytest
 from oracle import random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
 
 from .conftest import EngineFactory, Saver, lent
-from .engines import LAST_WORD, Answer, Ask, Engine, EngineError, all_same, audit, poison_cache, prompt
+from .engines import LAST_WORD, Answer, Ask, Engine, EngineError, all_same, audit, prompt
 from .test_drafts import (
     ANSWER,
     ARGS,
@@ -41,6 +41,24 @@ from .test_images import DOCUMENT, LEAD, PICTURE, QUERY, SECOND, TALL, WIDE
 from .tiny_drafters import SAVED, save_another, save_falcon, save_qwen, save_with_predictor
 
 LAYERS = ["linear_attention", "full_attention"] * 2
+
+
+def poison_cache() -> None:
+    """What to give as ``mended``: all of vLLM's cache but its null block holds values that are no numbers, so
+    that whoever reads what nobody wrote is found out."""
+    from vllm.v1.worker import gpu_model_runner as runner
+
+    stock = runner.allocate_kv_cache
+
+    def allocate(config: Any, *args: Any, **kwargs: Any) -> Any:
+        found = stock(config, *args, **kwargs)
+        for layer in found.values():
+            layer.untyped_storage().fill_(255)
+        for layer in found.values():
+            layer[: len(layer) // config.num_blocks].zero_()
+        return found
+
+    runner.allocate_kv_cache = allocate
 
 
 @pytest.fixture(scope="module")

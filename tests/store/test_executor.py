@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 
 from vllm_hypic.store.circuit_breaker import CircuitBreaker, State
@@ -173,8 +170,19 @@ class Notes(list[str]):
             self.append(f"{task.what} late")
 
 
+Start = Callable[..., WatchdogExecutor]
+Unstarted = tuple[WatchdogExecutor, Notes]
+
+
 @pytest.fixture
-def started(clock: ManualClock) -> Iterator[Callable[..., WatchdogExecutor]]:
+def unstarted(clock: ManualClock) -> Unstarted:
+    """An executor without threads, and what becomes of its calls."""
+    executor = executor_of(clock)
+    return executor, Notes(executor)
+
+
+@pytest.fixture
+def started(clock: ManualClock) -> Iterator[Start]:
     executors: list[WatchdogExecutor] = []
 
     def start(most_hung: int = 1) -> WatchdogExecutor:
@@ -190,9 +198,8 @@ def started(clock: ManualClock) -> Iterator[Callable[..., WatchdogExecutor]]:
             executor.stop()
 
 
-def test_calls_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock) -> None:
-    executor = executor_of(clock)
-    notes = Notes(executor)
+def test_calls_run_in_order_and_a_failure_drops_the_rest(unstarted: Unstarted, clock: ManualClock) -> None:
+    executor, notes = unstarted
     notes.submit("first")
     notes.submit("second", error=TierError("broken"))
     notes.submit("third")
@@ -208,27 +215,23 @@ def test_calls_run_in_order_and_a_failure_drops_the_rest(clock: ManualClock) -> 
     assert executor.up and executor.idle()
 
 
-def test_a_refusal_is_no_failure(clock: ManualClock) -> None:
-    executor = executor_of(clock)
-    notes = Notes(executor)
+def test_a_refusal_is_no_failure(unstarted: Unstarted) -> None:
+    executor, notes = unstarted
     notes.submit("first", error=TierFull("full"))
     notes.submit("second")
     assert executor.run_one() and executor.run_one() and executor.up
     assert notes == ["first works", "first refused: TierFull: full", "second works", "second done"]
 
 
-def test_what_goes_first_overtakes(clock: ManualClock) -> None:
-    executor = executor_of(clock)
-    notes = Notes(executor)
+def test_what_goes_first_overtakes(unstarted: Unstarted) -> None:
+    executor, notes = unstarted
     notes.submit("after")
     notes.submit("before", first=True)
     assert executor.run_one() and executor.run_one()
     assert notes == ["before works", "before done", "after works", "after done"]
 
 
-def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(
-    clock: ManualClock, started: Callable[..., WatchdogExecutor]
-) -> None:
+def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(clock: ManualClock, started: Start) -> None:
     executor = started(most_hung=2)
     notes, hang = Notes(executor), Hang()
     notes.submit("stuck", hang=hang)
@@ -251,9 +254,7 @@ def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(
     assert notes[-1] == "last done" and (executor._working, executor._hung) == (1, 0)
 
 
-def test_when_too_many_hang_nothing_starts_until_one_returns(
-    clock: ManualClock, started: Callable[..., WatchdogExecutor]
-) -> None:
+def test_when_too_many_hang_nothing_starts_until_one_returns(clock: ManualClock, started: Start) -> None:
     executor = started(most_hung=1)
     notes, hang = Notes(executor), Hang()
     notes.submit("stuck", hang=hang)
@@ -268,9 +269,8 @@ def test_when_too_many_hang_nothing_starts_until_one_returns(
     assert executor.up
 
 
-def test_a_stopped_executor_drops_what_it_has_and_takes_nothing(clock: ManualClock) -> None:
-    executor = executor_of(clock)
-    notes = Notes(executor)
+def test_a_stopped_executor_drops_what_it_has_and_takes_nothing(unstarted: Unstarted) -> None:
+    executor, notes = unstarted
     notes.submit("kept", stays=True)
     with executor._lock:
         executor.stop()
@@ -279,19 +279,17 @@ def test_a_stopped_executor_drops_what_it_has_and_takes_nothing(clock: ManualClo
     assert not executor.accepts() and not executor.run_one()
 
 
-def test_a_queue_is_bounded(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_is_bounded(unstarted: Unstarted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_hypic.store.executor.MOST_QUEUED", 2)
-    executor = executor_of(clock)
-    notes = Notes(executor)
+    executor, notes = unstarted
     for i in range(3):
         assert executor.accepts() == (i < 2)
         notes.submit(f"{i}")
     assert notes == ["2 dropped: the queue is full"]
 
 
-def test_what_waits_can_be_withdrawn_and_what_runs_cannot(clock: ManualClock) -> None:
-    executor = executor_of(clock)
-    notes = Notes(executor)
+def test_what_waits_can_be_withdrawn_and_what_runs_cannot(unstarted: Unstarted) -> None:
+    executor, notes = unstarted
     waiting = notes.submit("waiting")
     executor.withdraw(waiting)
     executor.withdraw(waiting)
@@ -301,7 +299,7 @@ def test_what_waits_can_be_withdrawn_and_what_runs_cannot(clock: ManualClock) ->
 
 
 def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(
-    clock: ManualClock, started: Callable[..., WatchdogExecutor]
+    clock: ManualClock, started: Start
 ) -> None:
     executor, hang = started(), Hang()
     threads: list[int] = []
@@ -336,7 +334,7 @@ def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(
 
 
 def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
-    started: Callable[..., WatchdogExecutor], caplog: pytest.LogCaptureFixture
+    started: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def faulty() -> None:
         await executor.submit(IoTask("faulty", lambda: None, 5.0))
@@ -356,32 +354,3 @@ def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
     wait_for(executor.idle, "all of them")
     assert notes[-1] == "next done" and executor.up
     assert "our own fault" in caplog.text and "division by zero" in caplog.text
-
-
-def test_an_operation_that_failed_keeps_nothing_alive(clock: ManualClock) -> None:
-    """What a tier refuses is large: it does not wait for the garbage collector."""
-    executor = executor_of(clock)
-    notes = Notes(executor)
-    array = np.zeros(10)
-    gone = weakref.ref(array)
-    data = memoryview(array)
-
-    def refuse(data: memoryview) -> None:
-        raise TierFull("full")
-
-    async def put(data: memoryview) -> None:
-        try:
-            await executor.submit(IoTask("put", lambda: refuse(data), 5.0))
-        except Failed as e:
-            notes.append(str(e))
-
-    gc.collect()
-    gc.disable()
-    try:
-        with executor._lock:
-            Task(put(data))
-        del array, data
-        assert executor.run_one() and notes == ["TierFull: full"]
-        assert gone() is None
-    finally:
-        gc.enable()

@@ -54,6 +54,25 @@ def got(tier: Tier, i: int, limit: int = 1 << 30) -> bytes | None:
     return None if found is None else bytes(found)
 
 
+def in_threads(work: Callable[[int], None]) -> None:
+    """Run ``work`` with seeds, at once; nothing that it raises is lost."""
+    faults: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            work(seed)
+        except BaseException as e:
+            faults.append(e)
+
+    threads = [threading.Thread(target=run, args=(seed,), daemon=True) for seed in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not faults, faults
+
+
 class TierContract:
     """Fixtures of the subclass:
 
@@ -265,58 +284,36 @@ class TierContract:
     def test_threads(self, tier: Tier):
         """Mixed operations on few names: every object read is whole, and the books are right in the end."""
         names, sizes = range(30), {i: 100_000 + 10_000 * i for i in range(30)}
-        faults: list[BaseException] = []
 
         def work(seed: int) -> None:
             rng = random.Random(seed)
-            try:
-                for _ in range(40):
-                    i, what = rng.choice(names), rng.random()
-                    if what < 0.4:
-                        with contextlib.suppress(TierFull):
-                            put(tier, i, sizes[i])
-                    elif what < 0.8:
-                        found = tier.get(name(i), sizes[i])
-                        assert found is None or bytes(found) == content(i, sizes[i])
-                    elif what < 0.9:
-                        tier.delete(name(i))
-                    else:
-                        tier.may_hold(name(i))
-                        used, budget = tier.used()
-                        assert budget is None or used <= budget
-                        list(tier.held() or ())
-            except BaseException as e:
-                faults.append(e)
+            for _ in range(40):
+                i, what = rng.choice(names), rng.random()
+                if what < 0.4:
+                    with contextlib.suppress(TierFull):
+                        put(tier, i, sizes[i])
+                elif what < 0.8:
+                    assert got(tier, i, sizes[i]) in (None, content(i, sizes[i]))
+                elif what < 0.9:
+                    tier.delete(name(i))
+                else:
+                    tier.may_hold(name(i))
+                    used, budget = tier.used()
+                    assert budget is None or used <= budget
+                    list(tier.held() or ())
 
-        self.in_threads(work)
-        assert not faults, faults
+        in_threads(work)
         self.assert_whole(tier, sizes)
 
     def test_threads_that_put_the_same_object(self, tier: Tier):
         """When any of them returns, the object is there, whole."""
-        faults: list[object] = []
 
         def work(seed: int) -> None:
-            try:
-                for i in range(10):
-                    put(tier, i, 200_000)
-                    if got(tier, i) != content(i, 200_000):
-                        faults.append(i)
-            except BaseException as e:
-                faults.append(e)
+            for i in range(10):
+                assert put(tier, i, 200_000) == got(tier, i)
 
-        self.in_threads(work)
-        assert not faults, faults
+        in_threads(work)
         self.assert_uses(tier, 10 * 200_000)
-
-    @staticmethod
-    def in_threads(work: Callable[[int], None]) -> None:
-        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a thread hangs"
 
 
 class SurvivesRestart(TierContract):
