@@ -24,6 +24,13 @@ class BudgetContract:
         if audit is not None:
             audit()
 
+    @pytest.fixture
+    def full(self, small: Tier) -> Tier:
+        """Has four objects, which take the whole budget."""
+        for i in range(4):
+            put(small, i, 250)
+        return small
+
     @staticmethod
     def held(tier: Tier) -> list[int]:
         return [i for i in range(20) if tier.may_hold(name(i))]
@@ -36,33 +43,27 @@ class BudgetContract:
             assert budget == self.BUDGET and used <= budget
             assert got(small, i) == data
 
-    def test_budget_is_used_up(self, small: Tier):
-        for i in range(4):
-            put(small, i, 250)
-        assert self.held(small) == [0, 1, 2, 3]
-        assert small.used()[0] == self.BUDGET
+    def test_budget_is_used_up(self, full: Tier):
+        assert self.held(full) == [0, 1, 2, 3]
+        assert full.used()[0] == self.BUDGET
 
     @pytest.mark.parametrize("use", ["get", "touch"])
-    def test_least_recently_used_leaves_first(self, small: Tier, use: str):
-        for i in range(4):
-            put(small, i, 250)
+    def test_least_recently_used_leaves_first(self, full: Tier, use: str):
         if use == "get":
-            assert got(small, 0) is not None
+            assert got(full, 0) is not None
         else:
-            small.touch(name(0))
-            small.touch(name(9))
-        put(small, 4, 250)
-        assert self.held(small) == [0, 2, 3, 4]
-        put(small, 5, 500)
-        assert self.held(small) == [0, 4, 5]
+            full.touch(name(0))
+            full.touch(name(9))
+        put(full, 4, 250)
+        assert self.held(full) == [0, 2, 3, 4]
+        put(full, 5, 500)
+        assert self.held(full) == [0, 4, 5]
 
-    def test_may_hold_and_held_are_no_use(self, small: Tier):
-        for i in range(4):
-            put(small, i, 250)
-        small.may_hold(name(0))
-        list(small.held() or ())
-        put(small, 4, 250)
-        assert self.held(small) == [1, 2, 3, 4]
+    def test_may_hold_and_held_are_no_use(self, full: Tier):
+        full.may_hold(name(0))
+        list(full.held() or ())
+        put(full, 4, 250)
+        assert self.held(full) == [1, 2, 3, 4]
 
     def test_larger_than_the_budget_is_refused(self, small: Tier):
         kept = put(small, 1, 500)
@@ -106,13 +107,11 @@ class BudgetContract:
         small.clear()
         assert self.held(small) == [] and small.used()[0] == 0
 
-    def test_expired_objects_leave_before_others(self, small: Tier, clock):
-        for i in range(4):
-            put(small, i, 250)
-        small.expire(name(3), clock() + 1)
+    def test_expired_objects_leave_before_others(self, full: Tier, clock):
+        full.expire(name(3), clock() + 1)
         clock.advance(2)
-        put(small, 4, 250)
-        assert self.held(small) == [0, 1, 2, 4]
+        put(full, 4, 250)
+        assert self.held(full) == [0, 1, 2, 4]
 
     def test_expiry_set_before_the_object_comes(self, small: Tier, clock):
         small.expire(name(0), clock() + 1)

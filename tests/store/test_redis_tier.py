@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from benchmarks.services import RedisServer
 from vllm_hypic.harness.processes import free_port
@@ -32,11 +33,16 @@ def connect(server: RedisServer) -> Iterator[Connect]:
 
 
 @pytest.fixture
-def tier(server: RedisServer, connect: Connect) -> Iterator[RedisTier]:
+def client(server: RedisServer) -> Iterator[Redis]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture
+def tier(client: Redis, connect: Connect) -> Iterator[RedisTier]:
     """Open and empty, at the module's server."""
     yield connect()
-    with server.client() as client:
-        client.flushall()
+    client.flushall()
 
 
 def key(i: int) -> str:
@@ -77,29 +83,26 @@ def test_an_object_that_redis_cannot_take_is_refused(tier: RedisTier):
 # -- values that others changed
 
 
-def test_a_truncated_value_is_handed_to_the_reader(tier: RedisTier, server: RedisServer):
+def test_a_truncated_value_is_handed_to_the_reader(tier: RedisTier, client: Redis):
     data = put(tier, 1, 1000)
-    with server.client() as client:
-        client.set(key(1), data[:400])
+    client.set(key(1), data[:400])
     assert got(tier, 1) == data[:400]
 
 
-def test_of_a_longer_value_no_more_than_the_limit_is_transferred(tier: RedisTier, server: RedisServer):
-    with server.client() as client:
-        client.set(key(1), bytes(20_000_000))
-        before = client.info("stats")["total_net_output_bytes"]
-        assert got(tier, 1, limit=1000) is None
-        assert client.info("stats")["total_net_output_bytes"] - before < 100_000
-        assert not client.exists(key(1))
+def test_of_a_longer_value_no_more_than_the_limit_is_transferred(tier: RedisTier, client: Redis):
+    client.set(key(1), bytes(20_000_000))
+    before = client.info("stats")["total_net_output_bytes"]
+    assert got(tier, 1, limit=1000) is None
+    assert client.info("stats")["total_net_output_bytes"] - before < 100_000
+    assert not client.exists(key(1))
 
 
 @pytest.mark.parametrize("kind", ["list", "empty"])
-def test_a_value_that_is_no_object_is_a_miss(tier: RedisTier, server: RedisServer, kind: str):
-    with server.client() as client:
-        if kind == "list":
-            client.rpush(key(1), "x")
-        else:
-            client.set(key(1), b"")
+def test_a_value_that_is_no_object_is_a_miss(tier: RedisTier, client: Redis, kind: str):
+    if kind == "list":
+        client.rpush(key(1), "x")
+    else:
+        client.set(key(1), b"")
     assert got(tier, 1) is None
     assert put(tier, 1, 100) == got(tier, 1)
 
@@ -107,27 +110,25 @@ def test_a_value_that_is_no_object_is_a_miss(tier: RedisTier, server: RedisServe
 # -- a shared server
 
 
-def test_names_namespaces_and_strangers_are_apart(tier: RedisTier, connect: Connect, server: RedisServer):
+def test_names_namespaces_and_strangers_are_apart(tier: RedisTier, connect: Connect, client: Redis):
     others = [connect(namespace="b"), connect("redis2")]
     put(tier, 1, 100)
     assert [got(other, 1) for other in others] == [None, None]
     kept = [put(other, i, 100) for i, other in enumerate(others, start=10)]
-    with server.client() as client:
-        client.set("somebody", b"else")
-        tier.clear()
-        assert client.get("somebody") == b"else"
+    client.set("somebody", b"else")
+    tier.clear()
+    assert client.get("somebody") == b"else"
     assert got(tier, 1) is None
     assert [got(other, i) for i, other in enumerate(others, start=10)] == kept
 
 
-def test_clear_of_more_objects_than_a_batch(tier: RedisTier, server: RedisServer):
-    with server.client() as client:
-        pipe = client.pipeline()
-        for i in range(1200):
-            pipe.set(key(i), b"x")
-        pipe.execute()
-        tier.clear()
-        assert client.dbsize() == 0
+def test_clear_of_more_objects_than_a_batch(tier: RedisTier, client: Redis):
+    pipe = client.pipeline()
+    for i in range(1200):
+        pipe.set(key(i), b"x")
+    pipe.execute()
+    tier.clear()
+    assert client.dbsize() == 0
 
 
 # -- expiry
@@ -146,14 +147,13 @@ def test_ttl_of_objects_without_an_expiry(tier: RedisTier, connect: Connect):
     assert got(brief, 3) is None
 
 
-def test_unpinned_in_time_an_object_expires_as_it_would_have(tier: RedisTier, server: RedisServer):
+def test_unpinned_in_time_an_object_expires_as_it_would_have(tier: RedisTier, client: Redis):
     put(tier, 1, 100)
     tier.expire(name(1), WallClock()() + 60)
     tier.pin(name(1))
-    with server.client() as client:
-        assert client.ttl(key(1)) == -1
-        tier.unpin(name(1))
-        assert 50 < client.ttl(key(1)) <= 60
+    assert client.ttl(key(1)) == -1
+    tier.unpin(name(1))
+    assert 50 < client.ttl(key(1)) <= 60
 
 
 # -- the password
