@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,7 @@ from vllm_hypic.errors import ConfigError
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+Patch = pytest.MonkeyPatch
 
 
 class CUDA:
@@ -72,7 +72,7 @@ def made() -> VllmConfig:
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
+def cuda(monkeypatch: Patch) -> CUDA:
     platform = CUDA(vllm.platforms.current_platform)
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
     # Set first, so that what the code under test sets is undone, too.
@@ -86,7 +86,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
 def config(made: VllmConfig) -> VllmConfig:
     """A copy that a test may change."""
     changed = copy.copy(made)
-    for part in ("model_config", "cache_config", "parallel_config"):
+    for part in ("model_config", "cache_config", "parallel_config", "scheduler_config", "kv_transfer_config"):
         setattr(changed, part, copy.copy(getattr(made, part)))
     changed.model_config.dtype = torch.bfloat16
     return changed
@@ -120,9 +120,7 @@ def test_the_backends_name_stands_for_flash_attention(cuda: CUDA) -> None:
 
 
 @pytest.mark.parametrize("given", ["0", "1"])
-def test_the_users_choice_of_the_model_runner_stays(
-    cuda: CUDA, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+def test_the_users_choice_of_the_model_runner_stays(cuda: CUDA, monkeypatch: Patch, given: str) -> None:
     monkeypatch.setenv(RUNNER, given)
     assert choose(arguments())
     assert os.environ[RUNNER] == given
@@ -133,45 +131,18 @@ def test_engines_of_others_are_left_alone(cuda: CUDA) -> None:
     assert not choose(args) and args.worker_cls == "auto" and RUNNER not in os.environ
 
 
-def test_another_worker_is_refused(cuda: CUDA) -> None:
+def test_other_workers_and_platforms_are_refused(cuda: CUDA, monkeypatch: Patch) -> None:
     with pytest.raises(ConfigError, match=r"needs --worker-cls vllm_hypic\.engine\.cuda_worker"):
         choose(arguments(worker_cls="vllm.v1.worker.gpu_worker.Worker"))
-
-
-def test_other_platforms_are_refused(cuda: CUDA, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "is_cuda", lambda: False)
     monkeypatch.setattr(cuda, "device_name", "rocm")
     with pytest.raises(ConfigError, match="expected the CPU or the CUDA platform, got 'rocm'"):
         choose(arguments())
 
 
-def test_a_plain_configuration_is_complete(cuda: CUDA, config: VllmConfig) -> None:
-    assert support.refusal(config) is None
-    complete(config)
-
-
-def test_the_v2_model_runner_is_refused(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(RUNNER, "1")
-    with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        complete(config)
-
-
-def test_pipelines_and_replicas_are_served_but_for_those_of_experts(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("pipeline_parallel_size", "data_parallel_size"):
-        object.__setattr__(config.parallel_config, name, 2)
-    assert support.refusal(config) is None
-    monkeypatch.setattr(type(config.model_config), "is_moe", True)
-    assert "data_parallel_size=2 with experts: expected 1" in (support.refusal(config) or "")
-
-
 def test_stages_are_not_scheduled_ahead(config: VllmConfig) -> None:
     """vLLM refuses it of its V1 runner, and leaves it out where it is not asked for."""
     object.__setattr__(config.parallel_config, "pipeline_parallel_size", 2)
-    config.scheduler_config = copy.copy(config.scheduler_config)
     config._validate_v1_model_runner()
     object.__setattr__(config.scheduler_config, "async_scheduling", True)
     with pytest.raises(ValueError, match="pipeline parallelism with async scheduling"):
@@ -188,17 +159,13 @@ def test_stages_are_not_scheduled_ahead(config: VllmConfig) -> None:
 def test_launchers_that_do_not_fit_are_refused(
     cuda: CUDA, config: VllmConfig, backend: str, says: str
 ) -> None:
-    for name, value in (
-        ("pipeline_parallel_size", 2),
-        ("world_size", 2),
-        ("distributed_executor_backend", backend),
-    ):
-        object.__setattr__(config.parallel_config, name, value)
+    parts = {"pipeline_parallel_size": 2, "world_size": 2, "distributed_executor_backend": backend}
+    change(config, **{f"parallel_config.{name}": value for name, value in parts.items()})
     with pytest.raises(ConfigError, match=says):
         complete(config)
 
 
-CASES = [
+REFUSED = [
     ("parallel_config.decode_context_parallel_size", 2, "decode_context_parallel_size=2: expected 1"),
     ("parallel_config.prefill_context_parallel_size", 2, "prefill_context_parallel_size=2: expected 1"),
     ("parallel_config.enable_dbo", True, "micro-batches"),
@@ -226,12 +193,91 @@ CASES = [
         "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA, where a model "
         "that drafts was looked at beside full attention alone, but for mtp: expected one of ngram, suffix",
     ),
+    (
+        "kv_transfer_config.kv_connector_extra_config",
+        {"state_dtype": "float16"},
+        "state_dtype=float16: expected float32",
+    ),
+    ("VLLM_ENABLE_STARTUP_PLAN", "1", "VLLM_ENABLE_STARTUP_PLAN=1"),
+    ("VLLM_USE_BREAKABLE_CUDAGRAPH", "1", "VLLM_USE_BREAKABLE_CUDAGRAPH=1"),
+    (RUNNER, "1", "set VLLM_USE_V2_MODEL_RUNNER=0"),
+    ("model.is_encoder_decoder", True, "encoder-decoder"),
+    ("model.is_mm_prefix_lm", True, "bidirectional attention"),
+    ("model.rswa_window", 64, "reference sliding window of 64 tokens"),
+    ("model.multimodal_config", SimpleNamespace(video_pruning_rate=0.5), "--video-pruning-rate"),
 ]
+SERVED: list[dict[str, object]] = [
+    {},
+    {"parallel_config.pipeline_parallel_size": 2, "parallel_config.data_parallel_size": 2},
+    {"model.use_mla": True},
+    {"model.architecture": "NemotronHForCausalLM"},
+    {"model.architecture": "Lfm2ForCausalLM"},
+    # Records may leave the device.
+    {
+        "kv_transfer_config.kv_connector_extra_config": {
+            "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
+            "segment_parallel": {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
+        }
+    },
+]
+
+
+def change(config: VllmConfig, **values: object) -> None:
+    """What vLLM derives from a model, ``model.``, cannot be set: a model that says so stands in."""
+    for name, value in values.items():
+        *parts, field = name.split(".")
+        if parts == ["model"]:
+            said = {one: getattr(config.model_config, one) for one in DERIVED}
+            assert field in said
+            config.model_config = SimpleNamespace(**{**said, field: value})  # type: ignore[assignment]
+            continue
+        place: Any = config
+        for part in parts:
+            place = getattr(place, part)
+        assert hasattr(place, field), f"vLLM has no {name}: the check could never fail"
+        object.__setattr__(place, field, value)
+
+
+DERIVED = (
+    *("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode"),
+    *("multimodal_config", "architecture", "hf_text_config"),
+)
+
+
+@pytest.mark.parametrize(("name", "value", "says"), REFUSED)
+def test_what_is_not_supported_is_refused_with_the_reason(
+    cuda: CUDA, config: VllmConfig, monkeypatch: Patch, name: str, value: Any, says: str
+) -> None:
+    if name.isupper():
+        monkeypatch.setenv(name, value)
+    else:
+        change(config, **{name: value})
+    if name.startswith("model."):
+        assert says in (support.refusal(config) or "")
+        return
+    prefix = "" if name == RUNNER else "--attention-backend hypic: "
+    with pytest.raises(ConfigError, match=f"^{prefix}") as refused:
+        complete(config)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("values", SERVED, ids=lambda values: ", ".join(values) or "plain")
+def test_what_is_supported_is_served(cuda: CUDA, config: VllmConfig, values: dict[str, Any]) -> None:
+    change(config, **values)
+    assert support.refusal(config) is None
+    if not any(name.startswith("model.") for name in values):
+        complete(config)
+
+
+def test_replicas_of_experts_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: Patch) -> None:
+    change(config, **{"parallel_config.data_parallel_size": 2})
+    monkeypatch.setattr(type(config.model_config), "is_moe", True)
+    assert "data_parallel_size=2 with experts: expected 1" in (support.refusal(config) or "")
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3"])
 def test_fp8_is_served_where_flash_attention_reads_it(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, dtype: str
+    cuda: CUDA, config: VllmConfig, monkeypatch: Patch, dtype: str
 ) -> None:
     object.__setattr__(config.cache_config, "cache_dtype", dtype)
     assert support.refusal(config) is None
@@ -252,7 +298,7 @@ def test_fp8_is_served_where_flash_attention_reads_it(
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("latents", [False, True], ids=["", "latents"])
 def test_drafts_that_are_looked_up_are_served(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, method: str, latents: bool
+    cuda: CUDA, config: VllmConfig, monkeypatch: Patch, method: str, latents: bool
 ) -> None:
     """Of latent attention, too, which vLLM's CPU kernels alone get wrong."""
     monkeypatch.setattr(type(config.model_config), "use_mla", latents)
@@ -263,26 +309,10 @@ def test_drafts_that_are_looked_up_are_served(
     assert (reason is None) != latents and (not latents or "answers wrongly on CPUs" in (reason or ""))
 
 
-@pytest.mark.parametrize(("name", "value", "says"), CASES)
-def test_what_is_not_supported_is_refused_with_the_reason(
-    cuda: CUDA, config: VllmConfig, name: str, value: object, says: str
-) -> None:
-    *parts, field = name.split(".")
-    place: Any = config
-    for part in parts:
-        place = getattr(place, part)
-    assert hasattr(place, field), f"vLLM has no {name}: the check could never fail"
-    object.__setattr__(place, field, value)
-    with pytest.raises(ConfigError, match=r"^--attention-backend hypic: ") as refused:
-        complete(config)
-    assert says in str(refused.value)
-
-
 def test_a_models_own_head_drafts_beside_linear_layers(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    cuda: CUDA, config: VllmConfig, monkeypatch: Patch
 ) -> None:
     object.__setattr__(config, "speculative_config", SimpleNamespace(method="mtp"))
-    config.scheduler_config = copy.copy(config.scheduler_config)
     object.__setattr__(config.scheduler_config, "async_scheduling", False)
     assert config.model_config.is_hybrid and support.refusal(config) is None
     monkeypatch.setattr(type(config.model_config), "use_mla", True)
@@ -290,7 +320,7 @@ def test_a_models_own_head_drafts_beside_linear_layers(
 
 
 def test_where_drafts_of_a_model_were_accepted_the_host_knows(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    cuda: CUDA, config: VllmConfig, monkeypatch: Patch
 ) -> None:
     """vLLM would schedule ahead of what was accepted."""
     drafting = arguments(speculative_config={"method": "eagle", "model": "other"})
@@ -300,90 +330,25 @@ def test_where_drafts_of_a_model_were_accepted_the_host_knows(
     assert own.async_scheduling is True  # whoever says so is told
     monkeypatch.setattr(type(config.model_config), "is_hybrid", False)
     object.__setattr__(config, "speculative_config", SimpleNamespace(method="eagle"))
-    config.scheduler_config = copy.copy(config.scheduler_config)
     for ahead in (False, True):
         object.__setattr__(config.scheduler_config, "async_scheduling", ahead)
         reason = support.refusal(config)
         assert (reason is None) != ahead and (not ahead or "with --async-scheduling, which" in (reason or ""))
 
 
-def test_narrow_states_are_refused(cuda: CUDA, config: VllmConfig) -> None:
-    transfer = config.kv_transfer_config
-    assert transfer is not None
-    options = transfer.kv_connector_extra_config | {"state_dtype": "float16"}
-    config.kv_transfer_config = replace(transfer, kv_connector_extra_config=options)
-    assert "state_dtype=float16: expected float32" in (support.refusal(config) or "")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "says"),
-    [
-        ("is_encoder_decoder", True, "encoder-decoder"),
-        ("is_mm_prefix_lm", True, "bidirectional attention"),
-        ("rswa_window", 64, "reference sliding window of 64 tokens"),
-        ("multimodal_config", SimpleNamespace(video_pruning_rate=0.5), "--video-pruning-rate"),
-    ],
-)
-def test_models_that_are_not_supported(
-    cuda: CUDA, config: VllmConfig, name: str, value: object, says: str
-) -> None:
-    reason = support.refusal(saying(config, name, value))
-    assert reason is not None and says in reason
-
-
-def test_latent_attention_is_served(cuda: CUDA, config: VllmConfig) -> None:
-    assert support.refusal(saying(config, "use_mla", True)) is None
-
-
-@pytest.mark.parametrize("architecture", ["NemotronHForCausalLM", "Lfm2ForCausalLM"])
-def test_families_of_linear_layers_are_served(cuda: CUDA, config: VllmConfig, architecture: str) -> None:
-    assert support.refusal(saying(config, "architecture", architecture)) is None
-
-
-def saying(config: VllmConfig, name: str, value: object) -> VllmConfig:
-    """What vLLM derives from a model cannot be set: a model that says so stands in."""
-    model = config.model_config
-    assert hasattr(model, name)
-    fields: tuple[str, ...]
-    fields = ("use_mla", "is_encoder_decoder", "is_mm_prefix_lm", "rswa_window", "dtype", "enable_sleep_mode")
-    fields = (*fields, "multimodal_config", "architecture", "hf_text_config")
-    said = {field: getattr(model, field) for field in fields}
-    config.model_config = SimpleNamespace(**{**said, name: value})  # type: ignore[assignment]
-    return config
-
-
-@pytest.mark.parametrize("name", ["VLLM_ENABLE_STARTUP_PLAN", "VLLM_USE_BREAKABLE_CUDAGRAPH"])
-def test_what_the_environment_switches_on_is_refused(
-    cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "1")
-    reason = support.refusal(config)
-    assert reason is not None and reason.startswith(f"{name}=1")
-
-
-def test_expandable_segments_are_refused_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_refused_by_vllm(monkeypatch: Patch) -> None:
     """Beside any connector, ours among them; the sentence is vLLM's and says what to do."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ValueError, match=r"(?s)HypicConnector is incompatible.*unset expandable_segments"):
         arguments(enforce_eager=True).create_engine_config()
 
 
-def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_devices_are_refused(cuda: CUDA, config: VllmConfig, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cuda, "capability", 75)
     assert support.refusal(config) == "compute capability 7.5: expected 8.0 or newer"
 
 
-def test_records_may_leave_the_device(cuda: CUDA, config: VllmConfig) -> None:
-    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-    assert config.kv_transfer_config is not None
-    config.kv_transfer_config.kv_connector_extra_config = {
-        "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
-        "segment_parallel": {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
-    }
-    complete(config)
-
-
-def test_on_the_cpu_nothing_of_this_is_asked(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_nothing_of_this_is_asked(config: VllmConfig, monkeypatch: Patch) -> None:
     config.model_config.enable_sleep_mode = True
     asked: list[object] = []
     monkeypatch.setattr(support, "refusal", lambda *args: asked.append(args))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -151,58 +152,46 @@ def test_our_implementation_stands_before_the_stock_one() -> None:
 
 
 def test_the_layer_of_each_platform() -> None:
-    assert gdn._layer_class(cuda=True) is HypicCUDAGatedDeltaNet
-    assert gdn._layer_class(cuda=False).__name__ == "HypicCPUGatedDeltaNet"
-    assert mamba2._layer_class(cuda=True) is HypicCUDAMamba2
-    assert mamba2._layer_class(cuda=False).__name__ == "HypicCPUMamba2"
-    assert short_conv._layer_class(cuda=True) is HypicCUDAShortConv
-    assert short_conv._layer_class(cuda=False).__name__ == "HypicCPUShortConv"
-    assert {"vllm::mamba_mixer2", "vllm::short_conv"} <= set(CompilationConfig._attention_ops)
-
-
-def test_olmo_hybrid_is_refused_by_name() -> None:
-    layer = gdn._olmo_class(cpu=False)
-    assert (
-        layer.refusal(layer.__new__(layer)) == "OLMo-Hybrid's gated delta net on this platform (served: CPU)"
-    )
+    for cuda, platform in ((True, "CUDA"), (False, "CPU")):
+        for module, name in ((gdn, "GatedDeltaNet"), (mamba2, "Mamba2"), (short_conv, "ShortConv")):
+            assert module._layer_class(cuda=cuda).__name__ == f"Hypic{platform}{name}"
+        names = [layer.__name__ for layer in gdn._kimi_classes(cpu=not cuda)]
+        assert names == [f"Hypic{platform}KimiDeltaNet", f"Hypic{platform}BailingDeltaNet"]
+    # One is refused by name.
+    olmo = gdn._olmo_class(cpu=False)
+    refusal = "OLMo-Hybrid's gated delta net on this platform (served: CPU)"
+    assert olmo.refusal(olmo.__new__(olmo)) == refusal
     assert gdn._olmo_class(cpu=True).__name__ == "HypicCPUOlmoDeltaNet"
-    assert "vllm::olmo_hybrid_gdn_full_forward" in CompilationConfig._attention_ops
+    operators = {"mamba_mixer2", "short_conv", "olmo_hybrid_gdn_full_forward"}
+    assert {f"vllm::{name}" for name in operators} <= set(CompilationConfig._attention_ops)
 
 
-def test_kimi_delta_attention() -> None:
-    for cpu, platform in ((True, "CPU"), (False, "CUDA")):
-        kimi, bailing = gdn._kimi_classes(cpu=cpu)
-        assert kimi.__name__ == f"Hypic{platform}KimiDeltaNet"
-        assert bailing.__name__ == f"Hypic{platform}BailingDeltaNet"
-
-
-def test_the_stock_operator_calls_the_method_that_is_ours() -> None:
+@pytest.mark.parametrize(
+    ("ours", "method", "operator", "widths"),
+    [
+        (HypicCUDAGatedDeltaNet, "core", qwen_gdn_linear_attn.qwen_gdn_attention_core, (8, 2, 2, 4)),
+        (HypicCUDAMamba2, "run", mamba_mixer2.mamba_mixer2, (8, 4)),
+    ],
+    ids=["gated delta net", "Mamba2"],
+)
+def test_stock_operators_call_the_method_that_is_ours(
+    ours: Any, method: str, operator: Any, widths: tuple[int, ...]
+) -> None:
     """So a graph that stock vLLM compiled reaches our core, too."""
-    from vllm.forward_context import ForwardContext, override_forward_context
-
-    layer: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
-    torch.nn.Module.__init__(layer)
-    given: list[tuple[object, ...]] = []
-    layer.core = lambda *args: given.append(args)
+    layer, given = bare(ours), list[Any]()
+    setattr(layer, method, lambda *args: given.extend(getattr(x, "projected", x) for x in args))
+    tensors = [torch.ones(2, n) for n in widths]
     context = ForwardContext(no_compile_layers={"layer": layer}, attn_metadata={}, slot_mapping={})
-    mixed, b, a, core = (torch.zeros(2, n) for n in (8, 2, 2, 4))
     with override_forward_context(context):
-        qwen_gdn_linear_attn.qwen_gdn_attention_core(mixed, b, a, core, "layer")
-    assert [id(x) for x in given[0]] == [id(x) for x in (mixed, b, a, core)]
+        operator(*tensors, "layer")
+    assert [id(x) for x in given] == [id(x) for x in tensors] and given[-1].all()
 
 
-def test_mamba2s_stock_operator_calls_the_method_that_is_ours() -> None:
-    from vllm.forward_context import ForwardContext, override_forward_context
-
-    layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
+def bare(kind: Any) -> Any:
+    """A layer without anything in it."""
+    layer = kind.__new__(kind)
     torch.nn.Module.__init__(layer)
-    given: list[tuple[Any, torch.Tensor]] = []
-    layer.run = lambda x, out: given.append((x, out))
-    context = ForwardContext(no_compile_layers={"layer": layer}, attn_metadata={}, slot_mapping={})
-    projected, output = torch.zeros(2, 8), torch.ones(2, 4)
-    with override_forward_context(context):
-        mamba_mixer2.mamba_mixer2(projected, output, "layer")
-    assert given[0][0].projected is projected and given[0][1] is output and output.all()
+    return layer
 
 
 @pytest.mark.parametrize(
@@ -241,49 +230,35 @@ def test_fp8_is_served_with_flash_attention_3() -> None:
     assert "self.query_quant(query, self._q_scale)" in inspect.getsource(Attention.forward)
 
 
-@pytest.mark.parametrize(("field", "value"), [("sliding_window", (63, 0)), ("sinks", torch.zeros(4))])
-def test_windows_and_sinks_are_served(field: str, value: object) -> None:
-    impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, None, "auto")
-    setattr(impl, field, value)
-    assert impl.refusal(None) is None
-
-
-def test_a_sliding_window_is_seen_as_vllm_stores_it() -> None:
-    assert HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, 64, "auto").window() == 64
+def test_windows_and_sinks_are_served() -> None:
+    impl = HypicCUDAAttentionImpl(4, 128, 1.0, 2, None, 64, "auto")
+    assert impl.window() == 64  # as vLLM stores it
+    impl.sinks = torch.zeros(4)
+    assert impl.sliding_window == (63, 0) and impl.refusal(None) is None
 
 
 def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer: Any = HypicCUDAGatedDeltaNet.__new__(HypicCUDAGatedDeltaNet)
-    torch.nn.Module.__init__(layer)
-    state = torch.empty(1, 2, 96, 128)
-    views = SimpleNamespace(of=0, state=state, weights="weights", caches=lambda slots: ("caches", slots))
-    layer._views, layer.kv_cache = views, (0, 0)
-    asked: list[object] = []
-    monkeypatch.setattr(gated_delta, "refuses", lambda *given: asked.append(given))
-    assert layer.kernel_refusal() is None
-    assert asked[0][0] == "weights" and asked[0][1][0] == "caches"  # type: ignore[index]
-    monkeypatch.setattr(gated_delta, "refuses", lambda *given: "head sizes 96 and 128")
-    assert layer.kernel_refusal() == "gated delta net with head sizes 96 and 128"
-
-
-def test_mamba2_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
-    torch.nn.Module.__init__(layer)
-    layer._constants, layer.conv_kernel_size = "weights", 4
-    layer.kv_cache = torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96)
-    asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: asked.append(given))
-    assert layer.kernel_refusal() is None
-    assert asked[0][0] == "weights" and asked[0][1].state is layer.kv_cache[1]
-    monkeypatch.setattr(mamba2_operators, "refuses", lambda *given: "states of size 96")
-    assert layer.kernel_refusal() == "Mamba2 with states of size 96"
-
-
-def test_short_convolutions_ask_what_is_served() -> None:
-    layer: Any = HypicCUDAShortConv.__new__(HypicCUDAShortConv)
-    torch.nn.Module.__init__(layer)
-    layer._constants, layer.kv_cache = SimpleNamespace(weight=torch.empty(3, 8)), (torch.empty(1, 2, 8),)
-    assert layer.kernel_refusal() == "short convolution with cpu tensors"
+    delta, scanned, convolved = map(bare, (HypicCUDAGatedDeltaNet, HypicCUDAMamba2, HypicCUDAShortConv))
+    state, asked = torch.empty(1, 2, 96, 128), list[Any]()
+    delta._views = SimpleNamespace(
+        of=0, state=state, weights="weights", caches=lambda slots: SimpleNamespace(state=state)
+    )
+    delta.kv_cache = (0, 0)
+    scanned._constants, scanned.conv_kernel_size = "weights", 4
+    scanned.kv_cache = torch.empty(1, 3, 8), torch.empty(1, 2, 64, 96)
+    for layer, module, wanted, name in (
+        (delta, gated_delta, state, "gated delta net"),
+        (scanned, mamba2_operators, scanned.kv_cache[1], "Mamba2"),
+    ):
+        monkeypatch.setattr(module, "refuses", lambda *given: asked.append(given))
+        assert layer.kernel_refusal() is None
+        assert asked[-1][0] == "weights" and asked[-1][1].state is wanted
+        monkeypatch.setattr(module, "refuses", lambda *given: "states of size 96")
+        assert layer.kernel_refusal() == f"{name} with states of size 96"
+    assert len(asked) == 2
+    convolved._constants = SimpleNamespace(weight=torch.empty(3, 8))
+    convolved.kv_cache = (torch.empty(1, 2, 8),)
+    assert convolved.kernel_refusal() == "short convolution with cpu tensors"
 
 
 @pytest.mark.parametrize(

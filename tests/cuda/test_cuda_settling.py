@@ -1,11 +1,11 @@
 """Records whose dead heads the device tells late: nothing waits, nothing is counted twice, nothing is lost.
 
-The device is a stand-in that answers when the test says so; CUDA's streams and events are recorded, not run.
+The device is a stand-in that answers when the test says so; the order of the calls to CUDA is tested in
+``moving/test_cuda_copies.py``.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
-from vllm_hypic.pool.copy import stream as streams_module
-from vllm_hypic.pool.copy.stream import CPUSideStream, CUDASideStream, side_stream_of
+from vllm_hypic.pool.copy.stream import CPUSideStream, side_stream_of
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.states import LinearGeometry
@@ -198,66 +197,3 @@ def test_on_the_cpu_everything_is_there_at_once() -> None:
     back = CPUSideStream().read_back(tensor)
     tensor.zero_()
     assert back.value().tolist() == [0, 1, 2]
-
-
-def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy waits for the passes launched so far, the event follows it, nothing waits on the host."""
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object) -> None:
-            pass
-
-        def wait_stream(self, other: object) -> None:
-            log.append(f"copies wait for {other}")
-
-    class Event:
-        def record(self, stream: object) -> None:
-            log.append("event")
-
-        def synchronize(self) -> None:
-            log.append("host waits")
-
-    class Kept:
-        shape, dtype = (2,), torch.int32
-
-        def record_stream(self, stream: object) -> None:
-            log.append("kept until copied")
-
-    class BatchRow:
-        device = "cuda"
-
-        def clone(self) -> Kept:
-            log.append("cloned on compute")
-            return Kept()
-
-    class Host:
-        def copy_(self, source: object, *, non_blocking: bool) -> None:
-            log.append(f"copied, non_blocking={non_blocking}")
-
-    @contextmanager
-    def on(stream: object) -> Any:
-        log.append("begin copies")
-        yield
-        log.append("end copies")
-
-    for name, stand_in in (
-        ("Stream", Stream),
-        ("Event", Event),
-        ("stream", on),
-        ("current_stream", lambda device: "compute"),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(streams_module.torch, "empty", lambda *args, **options: Host())
-    back = CUDASideStream(torch.device("cuda")).read_back(BatchRow())  # type: ignore[arg-type]
-    assert log == [
-        "cloned on compute",
-        "copies wait for compute",
-        "begin copies",
-        "copied, non_blocking=True",
-        "event",
-        "end copies",
-        "kept until copied",
-    ]
-    back.value()
-    assert log[7:] == ["host waits"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lib import forked
 
 DRIVEN = Path(__file__).parent / "driven"
@@ -32,19 +33,20 @@ MAMBA2_ROWS = {"x_row", "gate_row", "dt_row", "record_log_slot"}
 number is; decays of records are a number a head."""
 
 
-def recorded(program: str) -> Any:
-    """What a program prints last, of a process of its own: Triton's interpreter compiles nothing."""
+@pytest.fixture(scope="module")
+def recorded() -> Any:
+    """What the program prints last, of a process of its own: Triton's interpreter compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
-    command = [sys.executable, str(DRIVEN / program)]
+    command = [sys.executable, str(DRIVEN / "record_ranks.py")]
     done = forked.run(command, env=environment, timeout=300, fork=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_with_any_number_of_heads_a_rank() -> None:
+def test_with_any_number_of_heads_a_rank(recorded: Any) -> None:
     """Passes stay within what was launched at start-up, and that within specifications, as to alignment."""
-    found = recorded("record_ranks.py")
+    found, _ = recorded
     assert set(found) == {f"{kind}, {heads} heads" for kind in KERNELS for heads in HEADS}
     for name, (both, cold, beyond) in found.items():
         kind = name.rpartition(",")[0]
@@ -55,8 +57,8 @@ def test_with_any_number_of_heads_a_rank() -> None:
         assert {argument for arguments in beyond.values() for argument in arguments} <= MAMBA2_ROWS, name
 
 
-def test_a_pass_launches_what_was_warmed_up() -> None:
-    warmed, cold = recorded("record_pass.py")
+def test_a_pass_launches_what_was_warmed_up(recorded: Any) -> None:
+    _, (warmed, cold) = recorded
     assert not cold
     launches = [json.loads(one) for one in warmed]
     attention = [found[3] for found in launches if found[0] == "span_attention_kernel"]

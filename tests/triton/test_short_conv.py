@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from layers import on
 from linear import test_short_conv as others
 from linear.layer_inputs import Segment
 from linear.test_short_conv import Layer, check, run_segments
-from mamba2_layers import on
 
 from vllm_hypic.backends.ops.short_conv import reference
 from vllm_hypic.backends.ops.short_conv.triton import operators

@@ -1,4 +1,4 @@
-"""A gated delta net of each kind that CUDA serves, on the CPU, and a mixed batch for it.
+"""A gated delta net of each kind that CUDA serves, on the CPU, in the world of ``mixed_batch``.
 
 Stock vLLM's recurrence alone is a stand-in, which believes the metadata that it is given.
 """
@@ -6,37 +6,37 @@ Stock vLLM's recurrence alone is a stand-in, which believes the metadata that it
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
+import mixed_batch
+import pytest
 import torch
+from mixed_batch import ACCEPTED, ALL, CPU, TABLE, Lengths
 from torch import Tensor, nn
-from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.models import bailing_moe_v3
+from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDABailingDeltaNet, HypicCUDAKimiDeltaNet
-from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import PoolGeometry
-from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
-from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.states import LinearGeometry
-from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
+from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
-CPU = torch.device("cpu")
-HEADS, K, TAPS = 2, 16, 4
+TAPS = 4
 NAME = "model.layers.0.linear_attn"
-BLOCK = 8
-"""Tokens of a KV block: where stock code takes over again."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,33 @@ class Kind:
     """One of vLLM's layers: its sizes, and how its graph calls it."""
 
     ours: type
+    stock: tuple[type, str]
+    """What stands in for vLLM's recurrence is this method."""
     key_heads: int
     V: int
-    gates: tuple[int, ...]
+    channel_gates: bool = True
+    heads: int = 2
+    K: int = 16
     norms: bool = False
     """The method norms its result, all rows of it."""
 
     @property
     def channels(self) -> int:
-        return 2 * self.key_heads * K + HEADS * self.V
+        return 2 * self.key_heads * self.K + self.heads * self.V
+
+    @property
+    def gates(self) -> tuple[int, ...]:
+        return (self.heads, self.K) if self.channel_gates else (self.heads,)
+
+    @property
+    def blocks(self) -> int:
+        return 4 * 2 * self.heads
+
+    def geometry(self, slots: int) -> PoolGeometry:
+        """Of two layers: on a device their transition blocks stand side by side in one table."""
+        sizes = self.heads, self.K, self.V, TAPS - 1, self.channels, torch.float32
+        linear = tuple(LinearGeometry(name, *sizes) for name in ("before", NAME))
+        return PoolGeometry((), linear, page_tokens=8, pages=0, slots=slots, transition_blocks=self.blocks)
 
     def weights(self, layer: Any) -> Weights:
         """Stock's constants, with the epsilon of vLLM's CUDA kernels."""
@@ -88,23 +106,26 @@ class Kimi(Kind):
     """Its method norms the result with gates that are made of the row here."""
 
     def complete(self, layer: Any) -> None:
-        layer.num_heads = layer.local_num_heads = HEADS
-        layer.head_dim, layer.gate_lower_bound = K, None
+        layer.num_heads = layer.local_num_heads = self.heads
+        layer.head_dim, layer.gate_lower_bound = self.K, None
         layer.o_norm = lambda core, gate: core * gate.view(core.shape)
 
     def call(self, layer: Any, mixed: Tensor, a: Tensor, b: Tensor, core: Tensor) -> None:
-        layer._forward(mixed, a[None], opening(mixed), b[None], core[None])
+        layer._forward(mixed, a[None], self.opening(mixed), b[None], core[None])
 
     def finished(self, core: Tensor, rows: Tensor) -> Tensor:
-        return core * opening(rows)
+        return core * self.opening(rows)
+
+    def opening(self, mixed: Tensor) -> Tensor:
+        return 1 + torch.sigmoid(mixed[:, : self.heads, None].expand(-1, -1, self.K))
 
 
 class Bailing(Kind):
     """Its operator is given q, k and v apart, log decays and write strengths."""
 
     def complete(self, layer: Any) -> None:
-        layer.num_heads = layer.local_num_heads = HEADS
-        layer.head_dim, layer.safe_gate, layer.lower_bound = K, True, -5.0
+        layer.num_heads = layer.local_num_heads = self.heads
+        layer.head_dim, layer.safe_gate, layer.lower_bound = self.K, True, -5.0
         for i, name in enumerate(("q_conv1d", "k_conv1d", "v_conv1d")):
             part = nn.Module()
             part.weight = nn.Parameter(layer.conv1d.weight.detach().chunk(3)[i])
@@ -124,15 +145,9 @@ class Bailing(Kind):
         bailing_moe_v3.bailing_v3_kda_attention(*mixed.chunk(3, -1), a[None], b[None], core[None], NAME)
 
 
-def opening(mixed: Tensor) -> Tensor:
-    return 1 + torch.sigmoid(mixed[:, :HEADS, None].expand(-1, -1, K))
-
-
-QWEN = Qwen(HypicCUDAGatedDeltaNet, 1, 32, (HEADS,))
-KIMI = Kimi(HypicCUDAKimiDeltaNet, HEADS, K, (HEADS, K), norms=True)
-
-
-BAILING = Bailing(HypicCUDABailingDeltaNet, HEADS, K, (HEADS, K))
+QWEN = Qwen(HypicCUDAGatedDeltaNet, (QwenGatedDeltaNetAttention, "_forward_core"), 1, 32, channel_gates=False)
+KIMI = Kimi(HypicCUDAKimiDeltaNet, (KimiGatedDeltaNetAttention, "_forward"), 2, 16, norms=True)
+BAILING = Bailing(HypicCUDABailingDeltaNet, (BailingMoeV3KimiDeltaAttention, "_forward"), 2, 16)
 
 
 def bailing_stock(
@@ -153,7 +168,7 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
     m: GDNAttentionMetadata = get_forward_context().attn_metadata[NAME]
     x, tokens = Inputs(mixed_qkv, a, b), m.num_actual_tokens
     assert tokens == len(mixed_qkv)
-    out = torch.zeros(tokens, HEADS, layer.kind.V, dtype=torch.float64)
+    out = torch.zeros(tokens, layer.kind.heads, layer.kind.V, dtype=torch.float64)
     if m.spec_sequence_masks is None:
         assert m.num_spec_decodes == 0 and m.spec_sequence_masks_cpu is None
         out[:] = undrafted(layer, m, x)
@@ -169,6 +184,13 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
             assert m.non_spec_query_start_loc is m.non_spec_state_indices_tensor is None
     core_attn_out[:tokens] = out.to(core_attn_out.dtype)
     layer.stock_rows += tokens
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Stock code is the stand-in, and transition blocks stand as on a device."""
+    for kind, stand_in in ((QWEN, stock_core), (KIMI, kimi_stock), (BAILING, bailing_stock)):
+        patch.setattr(*kind.stock, stand_in)
+    patch.setattr(pool_module, "TransitionBlocks", partial(TransitionBlocks, joint=True))
 
 
 def undrafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
@@ -210,7 +232,7 @@ def drafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
     assert table is not None and accepted is not None and starts is not None
     assert len(table) == len(accepted) == len(starts) - 1 == m.num_spec_decodes
     conv, state = layer.kv_cache
-    out = torch.zeros(len(x.mixed), HEADS, layer.kind.V, dtype=torch.float64)
+    out = torch.zeros(len(x.mixed), layer.kind.heads, layer.kind.V, dtype=torch.float64)
     for i, (first, stop) in enumerate(itertools.pairwise(starts.tolist())):
         slots, last = table[i].tolist(), int(accepted[i]) - 1
         before = conv[slots[0], last : last + TAPS - 1].clone()
@@ -227,210 +249,98 @@ def recurrence(
     layer: Any, caches: Caches, x: Inputs, bounds: Sequence[int], resumed: Sequence[bool]
 ) -> Tensor:
     """The delta rule over requests with these token rows, in float64."""
-    out = torch.zeros(bounds[-1], HEADS, layer.kind.V, dtype=torch.float64)
+    out = torch.zeros(bounds[-1], layer.kind.heads, layer.kind.V, dtype=torch.float64)
     ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
     rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
-    records = DevicePool(geometry(layer.kind, slots=1), CPU).linear[NAME]
+    records = DevicePool(layer.kind.geometry(slots=1), CPU).linear[NAME]
     program = pack(rows, ComposeRow), pack(ops, ComposeOp)
     reference.gdn_compose(x, layer.kind.weights(layer), caches, out, records, *program)
     return out
 
 
-def geometry(kind: Kind, slots: int) -> PoolGeometry:
-    """Of two layers: on a device their transition blocks stand side by side in one table."""
-    linear = [
-        LinearGeometry(name, HEADS, K, kind.V, TAPS - 1, kind.channels, torch.float32)
-        for name in ("before", NAME)
-    ]
-    return PoolGeometry((), tuple(linear), page_tokens=8, pages=0, slots=slots, transition_blocks=BLOCKS)
+class World(mixed_batch.World):
+    name, taps, rows, each_token = NAME, TAPS, "mixed", True
 
-
-BLOCKS = 4 * 2 * HEADS
-
-
-ALL = ((5, 1), (9, 1), (3, 20), (2, 11), (0, 6))
-"""Of each request: tokens behind it, tokens in this pass; decodes first, as vLLM orders a batch."""
-DECODES = ((5, 1), (9, 1), (3, 8), (2, 11))
-"""Nothing is left to stock code but decodes: the composed request stays before the next block boundary."""
-DRAFTS = 2
-DRAFTED = ((5, 3), (9, 1), *ALL[2:])
-"""The decodes have two drafts, and none."""
-DRAFTED_ALONE = ((5, 3), (9, 1), *DECODES[2:])
-TABLE = torch.tensor([[4, 3, 6], [1, 8, 0]], dtype=torch.int32)
-"""Slots of requests that may decode with drafts."""
-ACCEPTED = torch.tensor([2, 1], dtype=torch.int32)
-
-
-class World:
-    """One layer and a batch: two decodes, a composed prefill that passes a block boundary, a segment request
-    whose interior ends, a plain prefill, and poisoned padding.
-
-    ``drafts``: as in an engine with so many at most, in which the decodes have some.
-    """
-
-    def __init__(self, kind: Kind, lengths: Sequence[tuple[int, int]] = ALL, drafts: int = 0) -> None:
-        self.kind, self.drafts = kind, drafts
-        gen = torch.Generator().manual_seed(3)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=gen)
-
-        layer: Any = kind.ours.__new__(kind.ours)
-        nn.Module.__init__(layer)
-        layer.prefix, layer.tp_size, layer.num_k_heads, layer.num_v_heads = NAME, 1, kind.key_heads, HEADS
-        layer.kind = kind
-        layer.cache_config = SimpleNamespace(block_size=BLOCK)
+    def __init__(self, kind: Kind, lengths: Lengths = ALL) -> None:
+        super().__init__(kind.ours, lengths)
+        self.kind, layer = kind, self.layer
+        self.width, self.norms_padding = (kind.heads, kind.V), kind.norms
+        layer.tp_size, layer.num_k_heads, layer.num_v_heads = 1, kind.key_heads, kind.heads
+        layer.kind, layer.head_k_dim, layer.head_v_dim = kind, kind.K, kind.V
         layer.conv1d = nn.Module()
-        layer.conv1d.weight = nn.Parameter(0.5 * normal(kind.channels, 1, TAPS))
+        layer.conv1d.weight = nn.Parameter(0.5 * self.normal(kind.channels, 1, TAPS))
         layer.conv1d.bias = None
-        layer.A_log = nn.Parameter(torch.log(1 + torch.rand(HEADS, generator=gen)))
-        layer.dt_bias = nn.Parameter(normal(*kind.gates).flatten() - 3)
-        layer.head_k_dim, layer.head_v_dim = K, kind.V
-        layer.stock_rows = 0
+        layer.A_log = nn.Parameter(torch.log(1 + torch.rand(kind.heads, generator=self.gen)))
+        layer.dt_bias = nn.Parameter(self.normal(*kind.gates).flatten() - 3)
         kind.complete(layer)
-        self.layer = layer
-
-        self.lengths = lengths
-        computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
-        self.starts = [0, *np.cumsum(scheduled).tolist()]
-        self.slots = torch.tensor([4, 1, 7, 2, 5][: len(lengths)], dtype=torch.int32)
-        tokens = self.starts[-1]
-        self.tokens = tokens
-
-        def rows(*width: int) -> Tensor:
-            whole = torch.full((tokens + 2, *width), math.nan)
-            whole[:tokens] = normal(tokens, *width)
-            return whole
-
         # As vLLM's projection gives it: a part of wider rows.
-        self.mixed = torch.cat([rows(kind.channels), rows(8)], dim=1)[:, : kind.channels]
-        self.a, self.b = kind.projected(rows(*kind.gates), rows(HEADS))
-        conv, state = (
-            torch.full((9, TAPS - 1 + drafts, kind.channels), math.nan),
-            torch.full((9, HEADS, kind.V, K), math.nan),
-        )
-        for (s0, _), slot in zip(self.lengths, self.slots.tolist(), strict=True):
-            if s0:
-                conv[slot, : TAPS - 1] = normal(TAPS - 1, kind.channels)
-                state[slot] = normal(HEADS, kind.V, K)
-        if drafts:
-            # Two were accepted: what is behind the second is in another slot, and one row further on.
-            conv[4, TAPS - 1] = normal(kind.channels)
-            state[4], state[3] = math.nan, normal(HEADS, kind.V, K)
-        layer.kv_cache = (conv, state)
-
-        self.pool = DevicePool(geometry(kind, slots=4), CPU)
-        records = self.pool.linear[NAME]
-        records.state.fill_(math.nan), records.conv_tail.fill_(math.nan), records.transitions.fill_(math.nan)
+        wide = torch.cat([self.token_rows(kind.channels), self.token_rows(8)], dim=1)
+        self.mixed = wide[:, : kind.channels]
+        self.a, self.b = kind.projected(self.token_rows(*kind.gates), self.token_rows(kind.heads))
+        self.fill(kind.geometry(slots=4), kind.channels, kind.heads, kind.V, kind.K)
+        self.records.transitions.fill_(torch.nan)
         for slot in (0, 1):
             self.pool.transition_blocks.offer(slot)
-            records.state[slot], records.conv_tail[slot] = (
-                normal(HEADS, K, kind.V),
-                normal(TAPS - 1, kind.channels),
-            )
-            records.transitions[records.block_of[slot].long()] = (0.1 * normal(HEADS, K, K)).half()
+            blocks = self.records.block_of[slot].long()
+            self.records.transitions[blocks] = (0.1 * self.normal(kind.heads, kind.K, kind.K)).half()
         # So that the captured record's transition blocks are not those that come next.
         self.pool.transition_blocks.offer(3)
-        self.runtime = HypicRuntime(self.pool, dead_transition=2.0**-25)
+        self.metadata = self._described()
 
-        points = (ComposePoint(5, 0, 4, False), ComposePoint(9, 1, 4, False))
-        plan = StreamPlan(np.arange(23), 23, points, np.arange(8), np.arange(8), use_transition=True)
-        capture = CapturePlan(4, 12, 2, np.arange(8), None, leading=False)
-        at = [
-            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n)
-            for i, (s0, n) in enumerate(self.lengths)
-        ]
-        self.step = StepContext(
-            [composed_row(at[2], StreamTensors.of(plan, CPU))],
-            [capture_row("segment", at[3], capture)],
-            CPU,
-            Batch.of(computed, scheduled),
+    def _described(self) -> GDNAttentionMetadata:
+        """As vLLM's builder describes the batch, where its decodes have drafts, too."""
+        starts = torch.tensor(self.starts, dtype=torch.int32)
+        slots = torch.stack([self.slots, self.slots * 0], 1)[:, 0]  # a column of a block table
+        drafted, behind = 2 * self.drafted, self.starts[2]
+        plain = GDNAttentionMetadata(
+            num_prefills=len(self.lengths) - 2,
+            num_prefill_tokens=self.tokens - behind,
+            num_decodes=2 - drafted,
+            num_decode_tokens=2 - drafted,
+            num_spec_decodes=drafted,
+            num_spec_decode_tokens=behind if drafted else 0,
+            num_actual_tokens=self.tokens,
+            non_spec_query_start_loc=starts,
+            non_spec_state_indices_tensor=slots,
         )
-        layer.connect(self.runtime)
-        self.metadata = GDNAttentionMetadata(
-            num_prefills=len(lengths) - 2,
-            num_prefill_tokens=tokens - 2,
-            num_decodes=2,
-            num_decode_tokens=2,
-            num_spec_decodes=0,
-            num_spec_decode_tokens=0,
-            num_actual_tokens=tokens,
-            non_spec_query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
-            # A column of a block table.
-            non_spec_state_indices_tensor=torch.stack([self.slots, self.slots * 0], 1)[:, 0],
-        )
-        if drafts:
-            self.metadata = self.with_drafts(self.metadata)
-
-    def with_drafts(self, plain: GDNAttentionMetadata) -> GDNAttentionMetadata:
-        """As vLLM's builder describes the batch where its decodes have drafts."""
-        count, starts = len(self.lengths), torch.tensor(self.starts, dtype=torch.int32)
-        masks = torch.arange(count) < 2
+        if not drafted:
+            return plain
+        masks = torch.arange(len(self.lengths)) < 2
         return replace(
             plain,
-            num_prefill_tokens=self.tokens - self.starts[2],
-            num_decodes=0,
-            num_decode_tokens=0,
-            num_spec_decodes=2,
-            num_spec_decode_tokens=self.starts[2],
             spec_query_start_loc=starts[:3],
             non_spec_query_start_loc=starts[2:] - starts[2],
             spec_state_indices_tensor=TABLE,
-            non_spec_state_indices_tensor=torch.stack([self.slots, self.slots * 0], 1)[2:, 0],
+            non_spec_state_indices_tensor=slots[2:],
             spec_sequence_masks=masks,
             spec_sequence_masks_cpu=masks,
-            spec_token_indx=torch.arange(self.starts[2]),
-            non_spec_token_indx=torch.arange(self.starts[2], self.tokens),
+            spec_token_indx=torch.arange(behind),
+            non_spec_token_indx=torch.arange(behind, self.tokens),
             num_accepted_tokens=ACCEPTED,
         )
 
-    def run(self, step: StepContext | None) -> Tensor:
-        """vLLM's operator, as the compiled graph calls it; the rows that count."""
-        self.runtime.step = step
-        core = torch.zeros(self.tokens + 2, HEADS, self.kind.V)
-        context = ForwardContext(
-            no_compile_layers={NAME: self.layer},
-            attn_metadata={"before": self.metadata, NAME: self.metadata},
-            slot_mapping={},
-        )
-        with override_forward_context(context):
-            self.kind.call(self.layer, self.mixed, self.a, self.b, core)
-        assert self.kind.norms or not core[self.tokens :].any(), "padding was written"
-        return core[: self.tokens]
+    def call(self, out: Tensor) -> None:
+        self.kind.call(self.layer, self.mixed, self.a, self.b, out)
 
-    def expected(self) -> tuple[Tensor, Caches, DevicePool]:
-        """Everything in float64 by the references: outputs, caches, records.  Before :meth:`run`."""
-        conv, state = self.layer.kv_cache
-        caches = Caches(self.slots, conv[:, : TAPS - 1].clone(), state.transpose(2, 3).double().clone())
-        if self.drafts:
-            caches.conv[4], caches.state[4] = conv[4, 1:TAPS], caches.state[3]
-        pool = DevicePool(geometry(self.kind, slots=4), CPU)
-        mine, theirs = pool.linear[NAME], self.pool.linear[NAME]
-        for name in ("state", "conv_tail", "transitions", "block_of"):
-            getattr(mine, name).copy_(getattr(theirs, name))
-        mine.block_of[2] = torch.arange(BLOCKS - HEADS, BLOCKS)  # nobody's
-        records = SimpleNamespace(
-            state=mine.state.double(),
-            conv_tail=mine.conv_tail,
-            transitions=mine.transitions.double(),
-            block_of=mine.block_of,
-        )
-        out = torch.zeros(self.tokens, HEADS, self.kind.V, dtype=torch.float64)
-        x, weights = Inputs(self.mixed, self.a, self.b), self.kind.weights(self.layer)
-        # The composed request as one walk, whatever block boundary it passes.
-        first, stop = self.starts[2], self.starts[3]
-        ops = [
-            ComposeOp(first, 2, 0, Mode.TRANSITION),
-            ComposeOp(first + 2, 4, 1, Mode.TRANSITION),
-            ComposeOp(first + 6, stop - first - 6, -1, Mode.NONE),
-        ]
-        rows = [ComposeRow(2, 1, 0, 3)]
-        for i in (0, 1, 4)[: len(self.lengths) - 2]:
-            rows.append(ComposeRow(i, int(self.lengths[i][0] > 0), len(ops), len(ops) + 1))
-            ops.append(ComposeOp(self.starts[i], self.lengths[i][1], -1, Mode.NONE))
-        program = pack(rows, ComposeRow), pack(ops, ComposeOp)
-        reference.gdn_compose(x, weights, caches, out, records, *program)
-        (segments,) = linear_step(self.step, BLOCK).segments
-        reference.gdn_segments(x, weights, caches, out, records, segments.rows, [])
-        self.records = records
-        return self.kind.finished(out, self.mixed[: self.tokens].double()), caches, pool
+    def caches(self, conv: Tensor, *states: Tensor) -> Caches:
+        return Caches(self.slots, conv, states[0].transpose(2, 3))
+
+    def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
+        out = torch.zeros(self.tokens, *self.width, dtype=torch.float64)
+        given = Inputs(self.mixed, self.a, self.b), self.kind.weights(self.layer), caches, out, records
+        reference.gdn_compose(*given, *composed)
+        reference.gdn_segments(*given, segments, [])
+        return self.kind.finished(out, self.mixed[: self.tokens].double())
+
+    def exact_records(self) -> SimpleNamespace:
+        records = super().exact_records()
+        records.block_of[2] = torch.arange(self.kind.blocks - self.kind.heads, self.kind.blocks)  # nobody's
+        return records
+
+    def check_record(self, exact: Any) -> None:
+        super().check_record(exact)
+        blocks, wanted = self.records.block_of[2].long(), exact.block_of[2].long()
+        alive = blocks >= 0
+        assert alive.equal(wanted >= 0) and alive.any()
+        error = self.records.transitions[blocks[alive]].double() - exact.transitions[wanted[alive]]
+        assert error.abs().max() < 1e-3  # fp16

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import attention_world as attention
 import delta_world
+import mamba_worlds
 import mixed_batch
 import numpy as np
 import pytest
 import test_cuda_decode_graphs as decodes
-import test_cuda_mamba2_core as mamba2
 import test_cuda_mla_forward as latents
-import test_cuda_short_conv_core as short_conv
 import torch
 from device_rules import Device, device
 from torch import Tensor
-from vllm.model_executor.layers.mamba import mamba_mixer2
-from vllm.model_executor.layers.mamba import short_conv as stock_short_conv
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as StockShortConv
-from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
@@ -45,11 +38,6 @@ from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
 
 Patch = pytest.MonkeyPatch
 Planted = tuple[type, str, Callable[..., Tensor]]
-STOCK = (
-    (QwenGatedDeltaNetAttention, "_forward_core"),
-    (KimiGatedDeltaNetAttention, "_forward"),
-    (BailingMoeV3KimiDeltaAttention, "_forward"),
-)
 PARTS = 4
 """Columns of a part, in which all columns of a request of the worlds make several."""
 
@@ -136,27 +124,63 @@ class Latents:
         return found
 
 
-class Delta:
+class Linear:
+    """A linear layer in a pass."""
+
+    planted: Planted
+    stock: tuple[type, str]
+
+    def __init__(self, patch: Patch, world: mixed_batch.World, *owned: Any) -> None:
+        self.patch, self.world, self.owned = patch, world, owned
+        self.calls = {"capture_linear": 1, "compose": 1}
+
+    def run(self) -> Device:
+        world, layer = self.world, self.world.layer
+        with device(self.patch) as here, self.patch.context() as patch, torch.no_grad():
+            here.own(list(layer.parameters()), layer.kv_cache, vars(world.records), *self.owned)
+            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
+            patch.setattr(*self.stock, here.stock(getattr(*self.stock)))
+            stock, projection = world.call, mamba_worlds.Projection.forward
+
+            def call(out: Tensor) -> None:
+                here.own(out)
+                stock(out)
+
+            def projected(layer: Any, x: Tensor) -> Any:
+                made = projection(layer, x)
+                here.count(made)
+                return made
+
+            patch.setattr(world, "call", call)
+            patch.setattr(mamba_worlds.Projection, "forward", projected)
+            world.run(world.step)
+        assert world.runtime.calls == self.calls
+        return here
+
+    def bound(self) -> int:
+        """Without what interiors carry between passes: here none is cut."""
+        own = self.world.layer.scratch(self.world.tokens, torch.float32)
+        found: int = own.working - own.carried
+        return found
+
+
+class Delta(Linear):
     """A gated delta net in a pass of ``segments`` requests of ``rows`` rows each, the last ones of five, and
     two that decode; the third is composed where it is none of them.
 
     ``at_once``: summaries of so many are had at a time, and what the chunks of so many may lack.
     """
 
-    planted: Planted = (
-        delta_layer.CUDADeltaNet,
-        "run_segments",
-        lambda runtime, step, segments, x, out: x.mixed,
-    )
+    planted = delta_layer.CUDADeltaNet, "run_segments", lambda runtime, step, segments, x, out: x.mixed
 
     def __init__(
         self, patch: Patch, kind: delta_world.Kind, at_once: int, rows: int = 32, segments: int = 2
     ) -> None:
-        size = 64
-        patch.setattr(delta_world, "K", size)
-        kind = replace(kind, V=size, gates=(*kind.gates[:1], *[size for _ in kind.gates[1:]]))
-        lengths = [*delta_world.ALL[: 5 - segments], *[(2, rows)] * (segments - 1), (0, rows)]
-        world = self.world = delta_world.World(kind, lengths)
+        lengths = [*mixed_batch.ALL[: 5 - segments], *[(2, rows)] * (segments - 1), (0, rows)]
+        kind = replace(kind, K=64, V=64)
+        world = delta_world.World(kind, lengths)
+        super().__init__(patch, world, world.mixed, world.a, world.b)
+        self.stock = kind.stock
         captures = []
         for i, slot in zip(range(5 - segments, 5), (2, 3, 1), strict=False):
             s0 = lengths[i][0]
@@ -170,100 +194,36 @@ class Delta:
         layer = world.layer
         patch.setattr(delta_layer, "SUMMARY_BYTES", at_once * layer._summary_bytes())
         patch.setattr(delta_layer, "UNFILLED_BYTES", at_once * (-rows % 32) * layer.terms_bytes())
-        self.patch, self.calls = patch, {"capture_linear": 1, **({"compose": 1} if composed else {})}
-
-    def run(self) -> Device:
-        world, records = self.world, self.world.pool.linear[delta_world.NAME]
-        with device(self.patch) as here, self.patch.context() as patch:
-            here.own([getattr(records, name) for name in ("state", "conv_tail", "transitions", "block_of")])
-            here.own(list(world.layer.parameters()), world.layer.kv_cache, world.mixed, world.a, world.b)
-            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
-            for layer, name in STOCK:
-                patch.setattr(layer, name, here.stock(getattr(layer, name)))
-            kind = type(world.kind)
-
-            def call(*given: Any, stock: Callable[..., None] = kind.call) -> None:
-                here.own(given[-1])
-                stock(*given)
-
-            patch.setattr(kind, "call", call)
-            world.run(world.step)
-        assert world.runtime.calls == self.calls
-        return here
+        if not composed:
+            del self.calls["compose"]
 
     def bound(self) -> int:
-        """Without what interiors carry between passes: here none is cut."""
-        return self.world.layer.scratch(self.world.tokens, torch.float32).working
-
-
-class Mamba2:
-    """A Mamba2 layer in a pass whose last request is a long prefill of stock code's."""
-
-    planted: Planted = HypicCUDAMamba2, "run_segments", lambda runtime, step, segments, x, out: x.projected
-    operator = mamba_mixer2, "mamba_mixer2"
-    stock = MambaMixer2, "conv_ssm_forward", mamba2.stock_core
-
-    def __init__(self, patch: Patch) -> None:
-        for name, size in (("P", 64), ("N", 64), ("INNER", 128), ("CHANNELS", 256)):
-            patch.setattr(mamba2, name, size)
-        self.patch, self.world = patch, mamba2.World((*mixed_batch.ALL[:-1], (0, 300)))
-        self.world.layer._weights()  # made once, of the model's
-        self.given = self.world.projected, self.world.pool.linear[mamba2.NAME].parts
-
-    def run(self) -> Device:
-        world, layer = self.world, self.world.layer
-        with device(self.patch) as here, self.patch.context() as patch, torch.no_grad():
-            here.own(list(layer.parameters()), vars(layer._constants), layer.kv_cache, *self.given)
-            here.own([t for name, t in vars(world.metadata).items() if not name.endswith("_cpu")])
-            owner, name, stand_in = self.stock
-            patch.setattr(owner, name, here.stock(stand_in))
-            module, operator = self.operator
-            called = getattr(module, operator)
-
-            def call(rows: Tensor, out: Tensor, layer: str) -> None:
-                here.own(out)
-                called(rows, out, layer)
-
-            patch.setattr(module, operator, call)
-            self.prepare(here, patch)
-            world.run(world.step)
-        assert world.runtime.calls == {"capture_linear": 1, "compose": 1}
-        return here
-
-    def prepare(self, here: Device, patch: Patch) -> None:
-        """What else is a stand-in."""
-
-    def bound(self) -> int:
-        """Without what interiors carry between passes: here none is cut."""
-        own = self.world.layer.scratch(self.world.tokens, torch.float32)
-        found: int = own.working - own.carried
+        found: int = self.world.layer.scratch(self.world.tokens, torch.float32).working
         return found
 
 
-class ShortConv(Mamba2):
-    """A short convolution in a pass with a long segment request."""
+class Mamba2(Linear):
+    """A Mamba2 layer in a pass whose last request is a long prefill of stock code's."""
 
-    planted: Planted = HypicCUDAShortConv, "projected", lambda x, out, tokens, run: x.hidden
-    operator = stock_short_conv, "short_conv"
-    stock = StockShortConv, "forward_cuda", short_conv.stock_core
+    planted = HypicCUDAMamba2, "run_segments", lambda runtime, step, segments, x, out: x.projected
+    stock = MambaMixer2, "conv_ssm_forward"
 
     def __init__(self, patch: Patch) -> None:
-        patch.setattr(stock_short_conv, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-        patch.setattr(short_conv, "SIZE", 96)
-        lengths = (*mixed_batch.DECODES[:3], (2, 300))
-        self.patch, self.world = patch, short_conv.World(lengths)
-        self.world.layer._weights()
-        self.given = self.world.hidden, (self.world.tails,)
+        world = mamba_worlds.Mamba2((*mixed_batch.ALL[:-1], (0, 300)), P=64, N=64)
+        world.layer._weights()  # made once, of the model's
+        super().__init__(patch, world, world.projected, vars(world.layer._constants))
 
-    def prepare(self, here: Device, patch: Patch) -> None:
-        stock = short_conv.Projection.forward
 
-        def projected(layer: Any, x: Tensor) -> Any:
-            made = stock(layer, x)
-            here.count(made)
-            return made
+class ShortConv(Linear):
+    """A short convolution in a pass with a long segment request."""
 
-        patch.setattr(short_conv.Projection, "forward", projected)
+    planted = HypicCUDAShortConv, "projected", lambda x, out, tokens, run: x.hidden
+    stock = StockShortConv, "forward_cuda"
+
+    def __init__(self, patch: Patch) -> None:
+        world = mamba_worlds.ShortConv((*mixed_batch.DECODES[:3], (2, 300)), size=96)
+        world.layer._weights()
+        super().__init__(patch, world, world.hidden, vars(world.layer._constants))
 
 
 class Decodes:

@@ -1,20 +1,31 @@
-"""A batch of all kinds of requests for a linear layer, and vLLM's metadata of it and of parts of it."""
+"""A batch of all kinds of requests for a linear layer, vLLM's metadata of it and of parts of it, and the
+world of such a layer: its caches, records and what is expected of it.
+
+Stock code alone is a stand-in, which believes the metadata that it is given; layer, layout, plans and Triton
+operators are the real ones.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
+from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
+from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
 BLOCK = 8
@@ -37,14 +48,19 @@ TABLE = torch.tensor([[4, 3, 6], [1, 8, 0]], dtype=torch.int32)
 ACCEPTED = torch.tensor([2, 1], dtype=torch.int32)
 """Of the first two were: what is behind the second is in another slot, and of a convolution one row further
 on in the first."""
-LEFT_TO_STOCK = 2 + 7 + 14
-"""Token rows of `ALL`: stream tokens [16, 23) of the composed request lie behind the boundary after its last
-point, 9."""
+LIMIT = 2e-5
+"""Largest error of outputs and states, which are about 1; everything is computed in float32."""
 Metadata = TypeVar("Metadata", bound=BaseMambaAttentionMetadata)
 
 
 def starts_of(lengths: Lengths) -> list[int]:
     return [0, *itertools.accumulate(n for _, n in lengths)]
+
+
+def left_to_stock(lengths: Lengths) -> int:
+    """Token rows: of the decodes, of the plain prefill, and stream tokens [16, 23) of the composed request,
+    which lie behind the block boundary after its last point, 9."""
+    return starts_of(lengths)[2] + (7 + 14 if len(lengths) == 5 else 0)
 
 
 def step_of(lengths: Lengths) -> StepContext:
@@ -155,3 +171,139 @@ def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, 
     ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
     rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
     return slots, (pack(rows, ComposeRow), pack(ops, ComposeOp))
+
+
+def wide(records: Any) -> SimpleNamespace:
+    """A copy of records for a reference."""
+    kept = ("conv_tail", "block_of")
+    return SimpleNamespace(**{n: t.clone() if n in kept else t.double() for n, t in vars(records).items()})
+
+
+class World:
+    """One layer and a batch of these requests, with poisoned padding, caches and records."""
+
+    name: str
+    taps: int
+    rows: str
+    """The field of its inputs that holds token rows."""
+    width: tuple[int, ...]
+    """Of a result."""
+    metadata: Any
+    each_token = False
+    """Stock code leaves a state for each token of a request with drafts."""
+    norms_padding = False
+    """Stock code writes the rows behind those that count."""
+    rounds_inputs = False
+    """What is cached depends, in its last bits, on the rows beside it."""
+
+    def __init__(self, ours: type, lengths: Lengths) -> None:
+        self.gen, layer = torch.Generator().manual_seed(3), ours.__new__(ours)
+        self.layer: Any = layer
+        nn.Module.__init__(self.layer)
+        self.layer.prefix, self.layer.lengths, self.layer.stock_rows = self.name, lengths, 0
+        self.layer.cache_config = SimpleNamespace(block_size=BLOCK)
+        self.lengths, self.drafted = lengths, has_drafts(lengths)
+        self.starts, self.step = starts_of(lengths), step_of(lengths)
+        self.tokens = self.starts[-1]
+        self.slots = torch.tensor(SLOTS[: len(lengths)], dtype=torch.int32)
+
+    def normal(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.gen)
+
+    def token_rows(self, *width: int) -> Tensor:
+        """The batch's rows and padding."""
+        rows = torch.full((self.tokens + 2, *width), math.nan)
+        rows[: self.tokens] = self.normal(self.tokens, *width)
+        return rows
+
+    def fill(self, geometry: PoolGeometry, channels: int, *state: int) -> None:
+        """Caches of requests that go on, and records 0 and 1."""
+        kept = self.taps - 1
+        caches = [torch.full((9, kept + DRAFTS * self.drafted, channels), math.nan)]
+        if state:
+            caches.append(torch.full((9, *state), math.nan))
+        for (s0, _), slot in zip(self.lengths, SLOTS, strict=False):
+            if s0:
+                caches[0][slot, :kept] = self.normal(kept, channels)
+                for cache in caches[1:]:
+                    cache[slot] = self.normal(*state)
+        if self.drafted:
+            caches[0][4, kept] = self.normal(channels)
+            for cache in caches[1:]:
+                cache[4], cache[3] = math.nan, self.normal(*state)
+        self.layer.kv_cache = tuple(caches)
+        self.pool = DevicePool(geometry, CPU)
+        self.records: Any = self.pool.linear[self.name]
+        for part in self.records.parts:
+            part.fill_(math.nan)[:2] = self.normal(2, *part.shape[1:])
+        self.runtime = HypicRuntime(self.pool, dead_transition=2.0**-25)
+        self.layer.connect(self.runtime)
+
+    def call(self, out: Tensor) -> None:
+        """vLLM's operator, as the compiled graph calls it."""
+        raise NotImplementedError
+
+    def caches(self, conv: Tensor, *states: Tensor) -> Any:
+        """The operators' view of caches."""
+        raise NotImplementedError
+
+    def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
+        """Results by the float64 references, which write caches and records."""
+        raise NotImplementedError
+
+    def run(self, step: StepContext | None) -> Tensor:
+        """The rows that count."""
+        self.runtime.step = step
+        out = torch.zeros(self.tokens + 2, *self.width)
+        with self.context(self.metadata):
+            self.call(out)
+        assert self.norms_padding or not out[self.tokens :].any(), "padding was written"
+        return out[: self.tokens]
+
+    def context(self, metadata: Any) -> Any:
+        by_layer = None if metadata is None else dict.fromkeys(self.pool.linear, metadata)
+        made = ForwardContext(
+            no_compile_layers={self.name: self.layer}, attn_metadata=by_layer, slot_mapping={}
+        )
+        return override_forward_context(made)
+
+    def expected(self) -> tuple[Tensor, Any, Any]:
+        """Results, caches and records in float64.  Before :meth:`run`."""
+        conv, *states = (cache.clone() for cache in self.layer.kv_cache)
+        accepted_(self.lengths, conv, *states)
+        caches = self.caches(conv[:, : self.taps - 1], *(state.double() for state in states))
+        records = self.exact_records()
+        return self.exactly(caches, records, *programs_of(self.lengths)), caches, records
+
+    def exact_records(self) -> SimpleNamespace:
+        return wide(self.records)
+
+    def same(self, found: Tensor, wanted: Tensor) -> bool:
+        """Of what no arithmetic changes."""
+        if self.rounds_inputs:
+            return torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        return torch.equal(found, wanted)
+
+    def check(self, caches: Any, records: Any) -> None:
+        """Caches and records are these, and those of nobody are not written."""
+        kept, each_token = self.taps - 1, self.drafted and self.each_token
+        held, slots = self.caches(*self.layer.kv_cache), self.slots.long()
+        whole = slots[2:] if each_token else slots
+        assert self.same(held.conv[whole, :kept], caches.conv[whole])
+        assert held.conv[slots[2:], kept:].isnan().all()
+        for slot in slots.tolist() if len(self.layer.kv_cache) > 1 else ():
+            # What the last of three tokens left is in the third slot of the request with drafts.
+            found = held.state[6 if each_token and slot == 4 else slot]
+            assert (found.double() - caches.state[slot]).abs().max() < LIMIT, slot
+        written = {*slots.tolist(), *([3] if self.drafted else []), *([6] if each_token else [])}
+        others = sorted({*range(9)} - written)
+        for cache in self.layer.kv_cache:
+            assert cache[others].isnan().all(), "slots of nobody were written"
+        self.check_record(records)
+
+    def check_record(self, exact: Any) -> None:
+        """The captured one is the interior's."""
+        assert self.same(self.records.conv_tail[2], exact.conv_tail[2])
+        for part, wanted in zip(self.records.parts, vars(exact).values(), strict=False):
+            assert (part[2].double() - wanted[2].double()).abs().max() < LIMIT
+            assert part[3].isnan().all()

@@ -1,10 +1,11 @@
-"""Kernels that passes launch with few heads a rank and with odd numbers of them, as tensor parallelism leaves
-them, and those that the layers' warm-up had launched before, recorded without a GPU; a program like
-``record_pass``.
+"""Kernels that passes launch, and those that the layers' warm-up had launched before, recorded without a GPU.
 
-Delta nets run a pass of a single row, too, whose parts of wider rows count as contiguous wherever they begin.
-Prints as JSON, by kind of layer and heads: which kernels were warmed up and launched, what was launched in a
-pass only, and which arguments of the former are less aligned than in the kernels' specifications.
+A program, with ``tests`` and ``tests/triton`` among the paths of Python.  It prints as JSON, by kind of layer
+and heads a rank, few and odd numbers of them as tensor parallelism leaves them: which kernels were warmed up
+and launched, what was launched in a pass only, and which arguments of the former are less aligned than in the
+kernels' specifications.  Delta nets run a pass of a single row, too, whose parts of wider rows count as
+contiguous wherever they begin.  Then it prints two lists, of attention with and without windows and sinks and
+of latents: what was launched in both, and in a pass only.
 """
 
 from __future__ import annotations
@@ -18,22 +19,20 @@ from typing import Any
 
 import attention_world as forward
 import delta_world
+import mamba_worlds
 import record_launches
-import test_cuda_mamba2_core as mamba2
 import test_cuda_mla_forward as latents
 import torch
-from delta_world import Kimi, Qwen
-from vllm.forward_context import ForwardContext, override_forward_context
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from delta_world import KIMI, QWEN
+from mixed_batch import BLOCK
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
 from vllm_hypic.backends.attention.base import AttentionLink
-from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
-from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDAKimiDeltaNet
+from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.compiled import kernel_modules, specs_of
+from vllm_hypic.backends.ops.gated_delta import Inputs
 from vllm_hypic.backends.ops.program import SegmentRow, pack
 from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool import tensors as pool_module
@@ -69,42 +68,34 @@ def attention(heads: int) -> tuple[set[str], set[str]]:
     return of_layer(connect, world.forward, stock.forward)
 
 
-def latent(heads: int) -> tuple[set[str], set[str]]:
+def latent(heads: int, **kind: Any) -> tuple[set[str], set[str]]:
     latents.HEADS = heads
     worlds: list[Any] = []
-    return of_layer(lambda: worlds.append(latents.World(BF16)), lambda: worlds[0].forward())
+    return of_layer(lambda: worlds.append(latents.World(BF16, **kind)), lambda: worlds[0].forward())
 
 
 def delta(heads: int, channel_gates: bool) -> tuple[set[str], set[str]]:
-    delta_world.HEADS, delta_world.BLOCKS = heads, 4 * 2 * heads
-    ours, key_heads = (HypicCUDAKimiDeltaNet, heads) if channel_gates else (HypicCUDAGatedDeltaNet, 1)
-    gates = (heads, 16) if channel_gates else (heads,)
+    kind = replace(KIMI, key_heads=heads) if channel_gates else QWEN
     # Results are what lay in memory: nobody looks at them.
-    kind = (Kimi if channel_gates else Qwen)(ours, key_heads, 16, gates, norms=True)
-    world = delta_world.World(kind)
+    world = delta_world.World(replace(kind, heads=heads, V=16, norms=True))
     # As stock code's rows of queries, keys, values and gates, whose lengths are multiples of a head's.
-    world.mixed = torch.cat([world.mixed, world.mixed], 1)[:, : kind.channels]
+    world.mixed = torch.cat([world.mixed, world.mixed], 1)[:, : world.kind.channels]
 
     def one() -> None:
         # Gates are a half each of what was projected; of a single row any part is contiguous where it lies.
         b, a = torch.cat([world.b[:1]] * 2, 1).chunk(2, 1)
-        x = delta_world.Inputs(world.mixed[:1], world.a[:1] if channel_gates else a.contiguous(), b)
-        (work,) = delta_world.linear_step(world.step, delta_world.BLOCK).segments
+        x = Inputs(world.mixed[:1], world.a[:1] if channel_gates else a.contiguous(), b)
+        (work,) = linear_step(world.step, BLOCK).segments
         row = SegmentRow(0, 0, 0, 1, 0, 1, 3, 0, 1, 1, 0, -1)
         one_row = replace(work, rows=pack([row], SegmentRow))
         world.layer.run_segments(world.runtime, world.step, one_row, x, torch.empty(1, heads, 16))
 
-    context = ForwardContext(
-        no_compile_layers={}, attn_metadata={delta_world.NAME: world.metadata}, slot_mapping={}
-    )
-    with override_forward_context(context):
+    with world.context(world.metadata):
         return of_layer(lambda: world.layer.warm_up(world.runtime), lambda: world.run(world.step), one)
 
 
 def scanned(heads: int) -> tuple[set[str], set[str]]:
-    mamba2.HEADS, mamba2.INNER = heads, heads * mamba2.P
-    mamba2.CHANNELS = mamba2.INNER + 2 * mamba2.N
-    world = mamba2.World()
+    world = mamba_worlds.Mamba2(heads=heads)
     return of_layer(lambda: world.layer.warm_up(world.runtime), lambda: world.run(world.step))
 
 
@@ -129,27 +120,43 @@ KINDS: dict[str, Callable[[int], tuple[set[str], set[str]]]] = {
 }
 
 
+def of_ranks() -> dict[str, Any]:
+    found = {}
+    for kind, run in KINDS.items():
+        for heads in HEADS:
+            both, cold = run(heads)
+            names = sorted({json.loads(one)[0] for one in both})
+            beyond = {json.loads(one)[0]: sorted(beyond_specs(one)) for one in both}
+            found[f"{kind}, {heads} heads"] = names, sorted(cold), {k: v for k, v in beyond.items() if v}
+    return found
+
+
+def of_attention() -> list[list[str]]:
+    forward.HEADS, forward.KV_HEADS = 8, 2  # so many that a prefill takes a tile of many rows
+    found = [latent(4, neox=neox, threshold=n) for neox in (False, True) for n in (1, 100)]
+    # Whether there are sinks, how many drafts, and scales where the cache is in FP8.
+    kinds = [(sinks, drafts, None) for sinks in (False, True) for drafts in (0, 3)]
+    for window in (None, 20, 30, 64):
+        for sinks, drafts, scales in (*kinds, *((False, drafts, forward.SCALES) for drafts in (0, 3))):
+            kind = {"window": window, "sinks": sinks, "drafts": drafts, "scales": scales}
+            world = forward.World(BF16, forward.angles(128), **kind)
+            link: Any = world.impl.link
+            plain = AttentionLink(link.runtime, link.public, link.rope)
+            found.append(of_layer(partial(world.impl.connect, world.layer, plain), world.forward))
+    return [sorted(set[str]().union(*part)) for part in zip(*found, strict=True)]
+
+
 def main() -> None:
     record_launches.install()
     flash_attn.flash_attn_varlen_func = forward.stand_in
     cuda_kept_lse.apply()
     TritonMLAImpl.forward_mqa = latents.decode_any  # type: ignore[method-assign]
-    for stock, name in (
-        (QwenGatedDeltaNetAttention, "_forward_core"),
-        (KimiGatedDeltaNetAttention, "_forward"),
-        (MambaMixer2, "conv_ssm_forward"),
-    ):
+    for stock, name in (QWEN.stock, KIMI.stock, (MambaMixer2, "conv_ssm_forward")):
         setattr(stock, name, lambda *given: None)
     pool_module.TransitionBlocks = partial(TransitionBlocks, joint=True)
-    found = {}
+    attention = of_attention()
     with torch.inference_mode():
-        for kind, run in KINDS.items():
-            for heads in HEADS:
-                both, cold = run(heads)
-                names = sorted({json.loads(one)[0] for one in both})
-                beyond = {json.loads(one)[0]: sorted(beyond_specs(one)) for one in both}
-                found[f"{kind}, {heads} heads"] = names, sorted(cold), {k: v for k, v in beyond.items() if v}
-    print(json.dumps(found))
+        print(json.dumps([of_ranks(), attention]))
 
 
 if __name__ == "__main__":

@@ -8,25 +8,19 @@ from typing import Any
 import attention_world as attention
 import delta_world
 import device_rules
+import mamba_worlds
 import pytest
 import test_cuda_decode_graphs as decodes
-import test_cuda_mamba2_core as mamba2
-import test_cuda_short_conv_core as short_conv
 import torch
 from delta_world import BAILING, KIMI, QWEN
 from device_layers import Attention, Decodes, Delta, Latents, Mamba2, ShortConv
 from device_rules import OURS, UPLOADS, Device
-from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_hypic.backends.attention import cuda_rows
 from vllm_hypic.backends.linear.cuda import AtOnce
 from vllm_hypic.backends.linear.gdn import cuda as delta_layer
 from vllm_hypic.patches import cuda_kept_lse
-from vllm_hypic.pool import tensors as pool_module
-from vllm_hypic.pool.transition_blocks import TransitionBlocks
 
 Patch = pytest.MonkeyPatch
 
@@ -34,10 +28,8 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def _stock(monkeypatch: Patch) -> None:
     """Stock code is the worlds' stand-ins."""
-    monkeypatch.setattr(QwenGatedDeltaNetAttention, "_forward_core", delta_world.stock_core)
-    monkeypatch.setattr(KimiGatedDeltaNetAttention, "_forward", delta_world.kimi_stock)
-    monkeypatch.setattr(BailingMoeV3KimiDeltaAttention, "_forward", delta_world.bailing_stock)
-    monkeypatch.setattr(pool_module, "TransitionBlocks", partial(TransitionBlocks, joint=True))
+    delta_world.install(monkeypatch)
+    mamba_worlds.install(monkeypatch)
     kernel = flash_attn.FA4DenseAttentionKernel
     monkeypatch.setattr(kernel, "__call__", kernel.__call__)
     cuda_kept_lse.apply()
@@ -77,10 +69,8 @@ def a_part(layer: Any) -> int:
             return int(world.impl.row_bytes(world.dtype)) * cuda_rows.SHORTEST_OF_LATENTS * 2
         case Delta():
             return int(world.layer._summary_bytes())
-        case ShortConv():
-            return int(world.tokens * short_conv.SIZE * 4)
-        case Mamba2():
-            return int(world.tokens * mamba2.INNER * 4)
+        case ShortConv() | Mamba2():
+            return int(world.tokens * world.width[0] * 4)
     raise TypeError(layer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from vllm_hypic.connector.orders import (
     StoreOrder,
 )
 from vllm_hypic.connector.worker.transfer_link import TransferLink
+from vllm_hypic.pool.copy import stream as stream_module
 from vllm_hypic.pool.copy.copy_thread import CopyThread
 from vllm_hypic.pool.copy.staged import StagedMover, _Departure
 from vllm_hypic.pool.copy.staging import (
@@ -354,75 +356,72 @@ def test_a_record_for_another_instance(how: str) -> None:
     assert link._copying_bytes == 0
 
 
-def test_a_push_that_was_not_begun_when_the_caches_were_emptied() -> None:
-    world = World(0)
-    link, there, _, _ = ordered(world)
-    assert link.submit(ClearCaches())
-    link.advance()
-    world.mover.drain()
-    (outcome,) = link.get_finished()
-    assert outcome.result is Result.FAILED and not there.sent and "were emptied" in outcome.reason
-
-
-def test_a_push_whose_record_has_left_the_pool_sends_no_other_one() -> None:
+@pytest.mark.parametrize("says", ["were emptied", "the record has left the pool"])
+def test_a_push_whose_record_has_left_the_pool_sends_no_other_one(says: str) -> None:
+    """The caches were emptied, or its request has gone, before the order's turn."""
     world = World(0)
     link, there, place, _ = ordered(world)
-    link.drop([place.slot])  # its request has gone before the order's turn
+    if says == "were emptied":
+        assert link.submit(ClearCaches())
+    else:
+        link.drop([place.slot])
     link.advance()
     world.mover.drain()
     (outcome,) = link.get_finished()
-    assert outcome.result is Result.FAILED and outcome.reason == "the record has left the pool"
-    assert not there.sent
+    assert outcome.result is Result.FAILED and not there.sent and says in outcome.reason
+
+
+class Calls:
+    """CUDA's streams and events, recorded in ``log``; passes run in the stream ``compute``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log, self.events = list[str](), 0
+        compute = SimpleNamespace(wait_event=self.passes_wait)
+
+        @contextmanager
+        def on(stream: Any) -> Any:
+            assert stream.name == "copies"
+            self.log.append("begin")
+            yield
+            self.log.append("end")
+
+        for name, stand_in in (
+            ("Stream", lambda device: SimpleNamespace(name="copies", wait_stream=self.waits(compute))),
+            ("Event", self.event),
+            ("stream", on),
+            ("current_stream", lambda device: compute),
+        ):
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def passes_wait(self, event: Any) -> None:
+        self.log.append(f"passes wait for event {event.number}")
+
+    def waits(self, compute: object) -> Callable[[object], None]:
+        def wait(stream: object) -> None:
+            assert stream is compute
+            self.log.append("copies wait for passes")
+
+        return wait
+
+    def event(self) -> Any:
+        self.events += 1
+        number = self.events
+
+        def record(stream: Any) -> None:
+            assert stream.name == "copies"
+            self.log.append(f"event {number}")
+
+        return SimpleNamespace(
+            number=number,
+            record=record,
+            query=lambda: False,
+            synchronize=lambda: self.log.append(f"host waits for event {number}"),
+        )
 
 
 def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes launched so far, then the copy, then its mark; only ``wait`` waits."""
-    log: list[str] = []
-
-    class Stream:
-        def __init__(self, device: object) -> None:
-            pass
-
-        def wait_stream(self, other: Any) -> None:
-            log.append(f"copies wait for {other.name}")
-
-    class Compute:
-        name = "passes"
-
-        def wait_event(self, event: Event) -> None:
-            log.append(f"passes wait for event {event.number}")
-
-    class Event:
-        made = 0
-
-        def __init__(self) -> None:
-            Event.made += 1
-            self.number = Event.made
-
-        def record(self, stream: object) -> None:
-            assert isinstance(stream, Stream)
-            log.append(f"event {self.number}")
-
-        def query(self) -> bool:
-            return False
-
-        def synchronize(self) -> None:
-            log.append(f"host waits for event {self.number}")
-
-    @contextmanager
-    def on(stream: object) -> Any:
-        assert isinstance(stream, Stream)
-        log.append("begin")
-        yield
-        log.append("end")
-
-    for name, stand_in in (
-        ("Stream", Stream),
-        ("Event", Event),
-        ("stream", on),
-        ("current_stream", lambda device: Compute()),
-    ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    log = Calls(monkeypatch).log
     stream = CUDASideStream(torch.device("cuda"))
     mark = stream.launch(lambda: log.append("copy"))
     assert log == ["copies wait for passes", "begin", "copy", "event 1", "end"]
@@ -431,3 +430,30 @@ def test_the_order_of_cuda_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log[5:] == ["passes wait for event 1"]
     mark.wait()
     assert log[6:] == ["host waits for event 1"]
+
+
+def test_the_order_of_cuda_calls_of_what_is_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy waits for the passes launched so far, the event follows it, nothing waits on the host."""
+    log = Calls(monkeypatch).log
+
+    class Row:
+        """On the device, its copy there, and where it arrives on the host."""
+
+        device, shape, dtype = "cuda", (2,), torch.int32
+
+        def clone(self) -> Row:
+            log.append("cloned on compute")
+            return self
+
+        def record_stream(self, stream: object) -> None:
+            log.append("kept until copied")
+
+        def copy_(self, source: object, *, non_blocking: bool) -> None:
+            log.append(f"copied, non_blocking={non_blocking}")
+
+    monkeypatch.setattr(stream_module.torch, "empty", lambda *args, **options: Row())
+    back = CUDASideStream(torch.device("cuda")).read_back(Row())  # type: ignore[arg-type]
+    order = ["cloned on compute", "copies wait for passes", "begin", "copied, non_blocking=True"]
+    assert log == [*order, "event 1", "end", "kept until copied"]
+    back.value()
+    assert log[7:] == ["host waits for event 1"]

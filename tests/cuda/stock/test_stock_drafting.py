@@ -144,23 +144,23 @@ def logical(step: StepContext) -> torch.Tensor:
     return indices
 
 
-@KINDS
-def test_drafts_lie_where_those_of_the_stream_would(ours: Any, stock: Any, extra: int) -> None:
-    step = step_of()
+def compare(ours: Any, stock: Any, extra: int, moved: torch.Tensor | None = None) -> None:
+    """Passes over drafts of composed requests and of their streams alone; ``moved``: to where images move the
+    model's positions."""
+    step, mrope = step_of(), moved is not None
+    coordinates = torch.zeros(1, dtype=torch.int64) if moved is None else moved
     indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
-    wanted, found = (
-        run(proposer(stock, extra), None, indices),
-        run(proposer(ours, extra), step, logical(step)),
-    )
+    wanted = run(proposer(stock, extra, mrope), None, indices.expand(3, -1) if mrope else indices)
+    found = run(proposer(ours, extra, mrope), step, logical(step) + coordinates)
     for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for name in ("tokens", "slots", "lengths", "sampled"):
             assert torch.equal(mine[name], theirs[name]), (i, name)
         # The request without records is where vLLM has it; others are where the prompt has them.
-        composed = torch.ones(len(mine["positions"]), dtype=torch.bool)
+        composed = torch.ones(mine["positions"].shape[-1], dtype=torch.bool)
         composed[: 3 + extra if i == 0 else 1] = False
         counted = torch.ones_like(composed) if i or not extra else ~rejected(extra)
-        moved = theirs["positions"] + AHEAD * composed
-        assert torch.equal(mine["positions"][counted], moved[counted]), i
+        theirs_moved = (theirs["positions"][0] if mrope else theirs["positions"]) + AHEAD * composed
+        assert torch.equal(mine["positions"][..., counted], (theirs_moved + coordinates)[..., counted]), i
         # What attends to records has the rows that vLLM has, and their places in the stream.
         for c, (s0, n) in zip(mine["step"].composed, LENGTHS[1:], strict=True):
             assert c.row.s1 - c.row.s0 == c.row.q1 - c.row.q0 == (n + extra if i == 0 else 1)
@@ -173,22 +173,15 @@ def rejected(extra: int) -> torch.Tensor:
     return torch.cat(found)
 
 
+@KINDS
+def test_drafts_lie_where_those_of_the_stream_would(ours: Any, stock: Any, extra: int) -> None:
+    compare(ours, stock, extra)
+
+
 def test_coordinates_of_images_are_kept() -> None:
     """Of a head that comes with a model that sees (MTP of Qwen3.5): vLLM's slots follow from the stream, what
     it reads from where images moved text to."""
-    step, moved = step_of(), torch.tensor([[0], [5], [9]])
-    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
-    wanted = run(proposer(EagleProposer, 0, mrope=True), None, indices.expand(3, -1))
-    found = run(proposer(ComposingHead, 0, mrope=True), step, logical(step) + moved)
-    for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
-        for name in ("tokens", "slots", "lengths", "sampled"):
-            assert torch.equal(mine[name], theirs[name]), (i, name)
-        composed = torch.ones(mine["positions"].shape[1], dtype=torch.bool)
-        composed[: 3 if i == 0 else 1] = False
-        assert torch.equal(mine["positions"], theirs["positions"][0] + AHEAD * composed + moved), i
-        for c, (s0, n) in zip(mine["step"].composed, LENGTHS[1:], strict=True):
-            assert c.row.s1 - c.row.s0 == c.row.q1 - c.row.q0 == (n if i == 0 else 1)
-            assert c.row.s0 == s0 if i == 0 else c.row.s1 == theirs["lengths"][c.row.index]
+    compare(ComposingHead, EagleProposer, 0, torch.tensor([[0], [5], [9]]))
 
 
 @KINDS
