@@ -216,7 +216,9 @@ def test_what_was_found_is_counted_on_every_way(byte_server: Server) -> None:
         "named": (prompt, {"hypic_segments": named}),
         "separators": (separated, {}),
     }
-    assert set(ways) == set(MODES) - {"prefix"}, "which this server does not cache: engine/test_prefix_passes.py"
+    assert set(ways) == set(MODES) - {"prefix"}, (
+        "which this server does not cache: engine/test_prefix_passes.py"
+    )
     for mode, (text, options) in ways.items():
         before = counts(byte_server, mode)
         _, warm = (ask(byte_server, {"prompt": text}, options) for _ in range(2))
