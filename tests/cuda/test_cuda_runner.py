@@ -55,6 +55,10 @@ from vllm_hypic.pool.upload import upload
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 4, 8]
+NO_LAYERS = PoolGeometry((), (), 8, 0, 0)
+PLAN = StreamPlan(
+    np.array([3, 4, 5, 11, 12]), 13, (ComposePoint(3, 0, 2, False),), np.arange(2), np.arange(2), True
+)
 
 
 def runner(mode: CUDAGraphMode, drafts: int = 0) -> Any:
@@ -126,7 +130,7 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
     """Graphs beside stock's: captured after each, found for passes of composed rows alone, and where all that
     they read of ours was written before."""
     made = runner(CUDAGraphMode.FULL_AND_PIECEWISE, drafts)
-    runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
+    runtime = HypicRuntime(DevicePool(NO_LAYERS, CPU), 0.0)
     plans = DecodePlans()
     plans.most = 8
     heads = plans.made((4, 2, 32, torch.float32), CPU)
@@ -179,17 +183,14 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
 
 def test_a_decode_pass_ends_where_something_composes() -> None:
     """The same object for the same requests, behind what they compose; positions as worked out one by one."""
-    plan = StreamPlan(
-        np.array([3, 4, 5, 11, 12]), 13, (ComposePoint(3, 0, 2, False),), np.arange(2), np.arange(2), True
-    )
-    side = WorkerSide(PoolGeometry((), (), 8, 0, 0), HypicConfig())
+    side = WorkerSide(NO_LAYERS, HypicConfig())
     side.start(CPU)
 
     def begun(computed: list[int], metadata: HypicMetadata | None = None, each: int = 1) -> Any:
         given = np.array(computed), np.full(len(computed), each)
         return side.begin_step(metadata or HypicMetadata(), ["plain", "ours"], *given)
 
-    assert begun([5, 4], HypicMetadata(streams={"ours": plan})).decoding is None  # the prompt's last token
+    assert begun([5, 4], HypicMetadata(streams={"ours": PLAN})).decoding is None  # the prompt's last token
     step = begun([6, 5])
     again = begun([7, 6])
     assert step.decoding is again.decoding is not None
@@ -204,7 +205,7 @@ def test_a_decode_pass_ends_where_something_composes() -> None:
     assert begun([7, 6], each=2).decoding is None  # drafts
     assert begun([8, 3]).decoding is None  # preempted, and in its prompt again
     assert begun([8, 7]).decoding is not None
-    assert begun([9, 8], HypicMetadata(streams={"ours": replace(plan, n_logical=20)})).decoding.shifts == 15
+    assert begun([9, 8], HypicMetadata(streams={"ours": replace(PLAN, n_logical=20)})).decoding.shifts == 15
     capturing = HypicMetadata(captures={"plain": (CapturePlan(0, 4, 0, np.arange(4), None, leading=False),)})
     assert begun([10, 9], capturing).decoding is None
 
@@ -352,7 +353,7 @@ def test_partial_results_are_bounded() -> None:
     stream = StreamTensors.of(plan, CPU)
     at_rows = [BatchRow(i, starts[i], starts[i + 1], 10, 10 + n) for i, n in enumerate(counts)]
     step = StepContext([composed_row(row, stream) for row in at_rows], [], CPU)
-    runtime = HypicRuntime(DevicePool(PoolGeometry((), (), 8, 0, 0), CPU), 0.0)
+    runtime = HypicRuntime(DevicePool(NO_LAYERS, CPU), 0.0)
     public, heads = step.attention_rows(None, 0).merged, (16, 2, 256, torch.bfloat16)
     assert public is not None
     pieces = span_pieces(runtime, step, public, heads)
@@ -370,10 +371,7 @@ def test_partial_results_are_bounded() -> None:
 
 def mixed_step() -> StepContext:
     """A composed prefill, a plain request, a composed decode beyond its prompt, a padded segment request."""
-    plan = StreamPlan(
-        np.array([3, 4, 5, 11, 12]), 13, (ComposePoint(3, 0, 2, False),), np.arange(2), np.arange(2), True
-    )
-    stream = StreamTensors.of(plan, CPU)
+    stream = StreamTensors.of(PLAN, CPU)
     padded = CapturePlan(0, 4, 0, np.arange(4), np.array([0, 1, 6, 7]), leading=False)
     unpadded = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
     return StepContext(
@@ -402,12 +400,11 @@ def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) 
     assert buffers == (made.positions.data_ptr(), made.mrope_positions.gpu.data_ptr())
 
 
-def test_a_pass_without_rewritten_positions_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
-    assert (
-        rewritten_positions(StepContext([], [capture_row("b", BatchRow(0, 0, 4, 0, 4), capture)], CPU))
-        is None
+def test_a_pass_without_rewritten_positions_copies_nothing() -> None:
+    capture = capture_row(
+        "b", BatchRow(0, 0, 4, 0, 4), CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
     )
+    assert rewritten_positions(StepContext([], [capture], CPU)) is None
 
 
 def test_arrays_travel_together_and_keep_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def example() -> Iterator[Callable[[str], ModuleType]]:
         patch.syspath_prepend(str(EXAMPLES))
         for name in ("HAYSTACK_TELEMETRY_ENABLED", "LANGCHAIN_TRACING_V2", "ANONYMIZED_TELEMETRY"):
             patch.setenv(name, "False")
+        patch.setenv("OPENAI_TIMEOUT", "600")  # Haystack asks again after 30 s, which a busy machine needs
 
         def load(name: str) -> ModuleType:
             for package in PACKAGES[name]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention import reference
+from vllm_hypic.backends.ops.span_attention import plan, reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
 POSITIONS = 1000
@@ -17,6 +18,26 @@ rounded once after its rotation, probabilities once before they weigh V."""
 LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Absolute: scores have a standard deviation of one and an error of the rounding of K."""
 DTYPES = list(TOLERANCE)
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SCALES = {"key_scale": 0.02, "value_scale": 0.0371}
+"""Of K and V in FP8."""
+
+
+def over(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """FP8 that count times a scale."""
+    return (rows.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def short_parts(patch: pytest.MonkeyPatch) -> None:
+    """Parts of 64 columns for few rows, of 128 for many."""
+    for module in (plan, operators):
+        patch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
+
+
+def skip_without_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no FP8 before compute capability 8.9")
 
 
 @dataclass(frozen=True)

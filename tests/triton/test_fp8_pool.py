@@ -1,32 +1,20 @@
-"""Records and vLLM's cache in FP8 in Triton, against float64."""
+"""Records in FP8 in Triton, against float64; ``test_windows.py`` has vLLM's cache."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from span_cases import Case, Heads, cos_sin_table
+from span_cases import FP8, LARGEST, SCALES, Case, Heads, cos_sin_table, over, short_parts, skip_without_fp8
 
-from vllm_hypic.backends.ops.span_attention import plan, reference
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
 from vllm_hypic.backends.ops.span_attention.torch import unrotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-SCALES = {"key_scale": 0.02, "value_scale": 0.0371}
-
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Parts of 64 columns for few rows, of 128 for many."""
-    if device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("Triton has no FP8 before compute capability 8.9")
-    for module in (plan, operators):
-        monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
-
-
-def over(rows: torch.Tensor, scale: float) -> torch.Tensor:
-    return (rows.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+    skip_without_fp8(device)
+    short_parts(monkeypatch)
 
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "window"])
@@ -63,41 +51,6 @@ def test_columns(
     case.compare(out.cpu(), lse.cpu(), wanted=wanted)
     with pytest.raises(AssertionError):
         case.compare(1.1 * out.cpu(), lse.cpu(), wanted=wanted)
-
-
-@pytest.mark.parametrize(("size", "block"), [(32, 16), (72, 24)])
-def test_cached_tokens(size: int, block: int, device: torch.device) -> None:
-    rng, kv_heads, heads = torch.Generator().manual_seed(size), 2, 6
-    lengths = [(1, 1), (1, 140), (7, 7), (40, 80)]
-    blocks = [-(-tokens // block) for _, tokens in lengths]
-    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
-    order = (torch.randperm(sum(blocks), generator=rng) + 1).int()
-    for i, count in enumerate(blocks):
-        table[i, :count] = order[sum(blocks[:i]) :][:count]
-    numbers = torch.randn(len(order) + 1, block, 2, kv_heads, size, generator=rng)
-    numbers[0] = float("nan")
-    key, value = (over(numbers[:, :, i], scale) for i, scale in enumerate(SCALES.values()))
-    starts = torch.tensor([0, *(rows for rows, _ in lengths)]).cumsum(0)
-    ranges = torch.tensor(
-        [(int(starts[i]), int(starts[i + 1]), i, tokens) for i, (_, tokens) in enumerate(lengths)]
-    )
-    query = torch.randn(int(starts[-1]), heads, size, generator=rng).bfloat16()
-    seen = [torch.arange(tokens - rows, tokens) + 1 for rows, tokens in lengths]
-    hidden = (torch.cat(seen) - 30).clamp(min=0)
-    out, lse = operators.cached_attention(
-        *(x.to(device) for x in (query, key, value, table)), ranges, size**-0.5, hidden, *SCALES.values()
-    )
-    wide = [x.double() * scale for x, scale in zip((key, value), SCALES.values(), strict=True)]
-    flat = [x.flatten(0, 1).float() for x in wide]
-    slots = [
-        (table[i, torch.arange(tokens) // block].long() * block + torch.arange(tokens) % block)
-        for i, (_, tokens) in enumerate(lengths)
-    ]
-    wanted, wanted_lse = reference.span_attention(
-        query, *flat, slots, slots, None, True, torch.cat(seen), ranges[:, :2], size**-0.5, hidden
-    )
-    assert float((out.cpu() - wanted).abs().max()) < 1.6e-2 * float(flat[1].nan_to_num(0).abs().max())
-    assert float((lse.cpu() - wanted_lse).abs().max()) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

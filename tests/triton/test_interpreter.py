@@ -5,6 +5,7 @@ A test that fails because the stock interpreter is right tells that its correcti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -78,6 +79,18 @@ def dot_kernel(x, y, out, N: tl.constexpr, PRECISION: tl.constexpr):
     tl.store(out + tile, tl.dot(tl.load(x + tile), tl.load(y + tile), input_precision=PRECISION))
 
 
+def check(holds: Callable[[], bool], needed: bool = INTERPRETED) -> None:
+    """With the corrections, and where they are needed not without."""
+    assert holds()
+    if needed:
+        with uncorrected():
+            assert not holds()
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, rtol: float, atol: float) -> bool:
+    return torch.allclose(found.to(wanted.dtype), wanted, rtol=rtol, atol=atol)
+
+
 def elementwise(op: str, x: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(x.numel(), dtype=dtype, device=x.device)
     elementwise_kernel[(1,)](x, y, out, op, x.numel())
@@ -99,10 +112,7 @@ ELEMENTWISE = {
 def test_bf16_is_no_integer(op: str, device: torch.device) -> None:
     a, b = values(0).to(device), values(1).to(device)
     wanted = ELEMENTWISE[op](a, b)
-    assert torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
-    if NEEDED:
-        with uncorrected():
-            assert not torch.equal(elementwise(op, a, b, torch.bfloat16), wanted)
+    check(lambda: torch.equal(elementwise(op, a, b, torch.bfloat16), wanted), NEEDED)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +133,7 @@ def test_conversions_round_to_nearest_even(op: str, source: torch.dtype, device:
         if source == torch.float32:
             x[3:6] = torch.tensor([float("inf"), 2 - 2**-20, 1e-39])  # carries into the exponent; subnormal
     wanted = x.to(torch.bfloat16)
-    assert torch.equal(elementwise(op, x, x, torch.bfloat16), wanted)
-    if INTERPRETED:
-        with uncorrected():
-            assert not torch.equal(elementwise(op, x, x, torch.bfloat16), wanted)
+    check(lambda: torch.equal(elementwise(op, x, x, torch.bfloat16), wanted))
 
 
 def test_nan_stays_nan(device: torch.device) -> None:
@@ -152,10 +159,7 @@ def test_fp8_is_what_it_is_in_pytorch(dtype: torch.dtype, device: torch.device) 
             back, narrow.view(torch.uint8)
         )
 
-    assert right()
-    if INTERPRETED:
-        with uncorrected():
-            assert not right()
+    check(right)
 
 
 @pytest.mark.parametrize("op", ["sum", "argmax", "cumsum"])
@@ -174,11 +178,8 @@ def test_reductions_of_bf16(op: str, device: torch.device) -> None:
         "cumsum": lambda: x.float().cumsum(1),
     }[op]()
     # A GPU may round sums in between.
-    near = {"rtol": 2**-7, "atol": 2**-6} if op != "argmax" else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
-    if NEEDED:
-        with uncorrected(), pytest.raises(AssertionError):
-            torch.testing.assert_close(run().to(wanted.dtype), wanted, **near)
+    tolerances = (0.0, 0.0) if op == "argmax" else (2**-7, 2**-6)
+    check(lambda: near(run(), wanted, *tolerances), NEEDED)
 
 
 def dot(x: torch.Tensor, y: torch.Tensor, precision: str) -> torch.Tensor:
@@ -190,21 +191,18 @@ def dot(x: torch.Tensor, y: torch.Tensor, precision: str) -> torch.Tensor:
 def test_dot_of_bf16(device: torch.device) -> None:
     a, b = values(0).to(device), values(1).to(device)
     wanted = a.float() @ b.float()
-    torch.testing.assert_close(dot(a, b, "ieee"), wanted, rtol=1e-5, atol=1e-5)
-    if INTERPRETED:
-        with uncorrected(), pytest.raises(AssertionError):
-            torch.testing.assert_close(dot(a, b, "ieee"), wanted, rtol=1e-5, atol=1e-5)
+    check(lambda: near(dot(a, b, "ieee"), wanted, 1e-5, 1e-5))
 
 
 def test_dot_loses_digits_where_a_gpu_does(device: torch.device) -> None:
     a, b = values(0, torch.float32).to(device), values(1, torch.float32).to(device)
     wanted = (a.double() @ b.double()).float()
     for precision in ("ieee", "tf32x3"):
-        torch.testing.assert_close(dot(a, b, precision), wanted, rtol=1e-5, atol=1e-5)
+        assert near(dot(a, b, precision), wanted, 1e-5, 1e-5)
     assert float((dot(a, b, "tf32") - wanted).abs().max()) > 1e-4
     if INTERPRETED:
         with uncorrected():
-            torch.testing.assert_close(dot(a, b, "tf32"), wanted, rtol=1e-5, atol=1e-5)
+            assert near(dot(a, b, "tf32"), wanted, 1e-5, 1e-5)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU may well run them in order")

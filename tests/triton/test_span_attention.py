@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from span_cases import DTYPES, Case, Heads
+from span_cases import DTYPES, Case, Heads, short_parts
 
 from vllm_hypic.backends.ops.span_attention import choose, plan, refuses
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
@@ -83,11 +83,9 @@ def test_all_rows_see_the_same(seen: int, device: torch.device) -> None:
     case.check()
 
 
-@pytest.fixture
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 64 columns for few rows, of 128 for many."""
-    for module in (plan, operators):
-        monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
+@pytest.fixture(name="short_parts")
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_parts(monkeypatch)
 
 
 @pytest.mark.usefixtures("short_parts")

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from span_cases import LSE_TOLERANCE, TOLERANCE, Case, Heads
+from span_cases import FP8, LSE_TOLERANCE, SCALES, TOLERANCE, Case, Heads, over, short_parts, skip_without_fp8
 
-from vllm_hypic.backends.ops.span_attention import plan, reference
+from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
-WINDOWS = pytest.mark.parametrize(
-    ("window", "dtype"),
-    [*((window, torch.float32) for window in (1, 5, 64, 1000)), (5, torch.float16), (64, torch.bfloat16)],
-)
+BF16 = torch.bfloat16
+WINDOWS = [*((window, torch.float32) for window in (1, 5, 64, 1000)), (5, torch.float16), (64, BF16)]
 
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 64 columns for few rows, of 128 for many."""
-    for module in (plan, operators):
-        monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
+    short_parts(monkeypatch)
 
 
-@WINDOWS
+@pytest.mark.parametrize(("window", "dtype"), WINDOWS)
 @pytest.mark.parametrize(("group", "size"), [(1, 32), (3, 72)])
 def test_public_columns(window: int, group: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Windows that begin anywhere, also behind all that a row sees; columns before all windows of a request
@@ -50,7 +46,7 @@ def test_hiding_nothing_changes_no_bit(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tokens_first", [True, False], ids=["NHD", "HND"])
-@WINDOWS
+@pytest.mark.parametrize(("window", "dtype"), [*WINDOWS, (30, FP8)])
 @pytest.mark.parametrize(("group", "size", "block"), [(1, 32, 16), (3, 72, 24)])
 def test_cached_tokens(
     window: int,
@@ -64,6 +60,10 @@ def test_cached_tokens(
     """In both layouts of vLLM's cache; blocks that lie behind all windows are given away: the table names
     another one.  That one, tokens that are not there yet and blocks of nobody are poisoned."""
     rng, kv_heads, nan = torch.Generator().manual_seed(window), 2, float("nan")
+    scales = SCALES if dtype == FP8 else {}
+    if scales:
+        skip_without_fp8(device)
+        dtype = BF16
 
     def normal(*sizes: int) -> torch.Tensor:
         return torch.randn(*sizes, generator=rng).to(dtype)
@@ -92,17 +92,23 @@ def test_cached_tokens(
         query[first:last] = normal(last - first, group * kv_heads, size)
     ranges, begins, scale = torch.tensor(query_ranges), torch.cat(hidden), size**-0.5
 
+    cached = cache
+    if scales:  # of the query's dtype, that of its results, K and V are not
+        halves = zip(cache.split(size, dim=-1), scales.values(), strict=True)
+        cached = torch.cat([over(half, by).view(torch.uint8) for half, by in halves], -1).view(FP8)
+        halves = zip(cached.split(size, dim=-1), scales.values(), strict=True)
+        cache = torch.cat([half.double() * by for half, by in halves], -1)
     index = torch.arange(cache[0].numel()).view(cache.shape[1:]).transpose(0, 1).split(size, dim=-1)
     wanted, wanted_lse = reference.cache_attention(query, cache, *index, table, ranges, scale, begins)
-    laid = cache.transpose(1, 2).contiguous() if tokens_first else cache.transpose(1, 2)
+    laid = cached.transpose(1, 2).contiguous() if tokens_first else cached.transpose(1, 2)
     halves = laid.to(device).split(size, dim=-1)
     out, lse = operators.cached_attention(
-        query.to(device), *halves, table.to(device), ranges, scale, begins.to(device)
+        query.to(device), *halves, table.to(device), ranges, scale, begins.to(device), *scales.values()
     )
     assert out.dtype == lse.dtype == torch.float32
     largest = float(cache.nan_to_num(0.0).abs().max())
     assert float((out.cpu().double() - wanted).abs().max()) / largest <= TOLERANCE[dtype]
-    assert float((lse.cpu() - wanted_lse).abs().max()) <= LSE_TOLERANCE[dtype]
+    assert float((lse.cpu() - wanted_lse).abs().max()) <= (1e-2 if scales else LSE_TOLERANCE[dtype])
 
 
 def test_bad_arguments_are_refused(device: torch.device) -> None:

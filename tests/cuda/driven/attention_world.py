@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from full_attention import attend, stream, table_of
+from mixed_batch import pass_of, starts_of
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
@@ -24,14 +25,6 @@ from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import (
-    Batch,
-    BatchRow,
-    StepContext,
-    StreamTensors,
-    capture_row,
-    composed_row,
-)
 from vllm_hypic.pool.tensors import DevicePool, quantised
 
 CPU = torch.device("cpu")
@@ -149,19 +142,9 @@ class World:
         capture = CapturePlan(2, 8, 0, self.capture_slots, padded, leading=False)
         # (tokens behind it, tokens in this pass)
         self.lengths = [(20, 1 + self.drafts), (2, 7), (3, 6), (17, 1 + self.drafts), (0, 4)]
-        computed, scheduled = (np.array(part) for part in zip(*self.lengths, strict=True))
-        self.starts = [0, *np.cumsum(scheduled).tolist()]
-        rows = [
-            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n)
-            for i, (s0, n) in enumerate(self.lengths)
-        ]
-        composed = [
-            composed_row(rows[i], StreamTensors.of(plan, CPU))
-            for i, plan in ((1, self.prefill), (3, self.decode), (4, self.blind))
-        ]
-        self.step = StepContext(
-            composed, [capture_row("segment", rows[2], capture)], CPU, Batch.of(computed, scheduled)
-        )
+        self.starts = starts_of(self.lengths)
+        plans = {1: self.prefill, 3: self.decode, 4: self.blind}
+        self.step = pass_of(self.lengths, plans, {2: capture})
         self.runtime.step = self.step
         self.capture_positions = torch.arange(
             3, 8
@@ -194,7 +177,7 @@ class World:
                 row[:, :SIZE], row[:, SIZE:] = key[t], value[t]
         self.metadata = FlashAttentionMetadata(
             num_actual_tokens=tokens,
-            max_query_len=int(scheduled.max()),
+            max_query_len=max(n for _, n in self.lengths),
             query_start_loc=torch.tensor(self.starts, dtype=torch.int32),
             max_seq_len=max(used),
             seq_lens=torch.tensor(used, dtype=torch.int32),
@@ -280,6 +263,14 @@ class World:
                 out, _ = attend(*given, sinks=self.impl.sinks)
                 parts.append(out)
         return torch.cat(parts)
+
+    def check(self, expected: torch.Tensor | None = None) -> torch.Tensor:
+        """The pass's rows get full attention, or what is expected: what they get."""
+        wanted = self.expected() if expected is None else expected
+        found = self.forward()
+        error = (found.double() - wanted).abs().max()
+        assert error < LIMITS[self.dtype], error
+        return found
 
 
 def angles(positions: int) -> torch.Tensor:

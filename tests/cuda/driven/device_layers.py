@@ -34,7 +34,7 @@ from vllm_hypic.backends.linear.short_conv.cuda import HypicCUDAShortConv
 from vllm_hypic.backends.ops.span_attention import plan as span_plan
 from vllm_hypic.backends.ops.span_attention.fixed import FixedPlans
 from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.pool.step import BatchRow, StepContext, capture_row
+from vllm_hypic.pool.step import StepContext
 
 Patch = pytest.MonkeyPatch
 Planted = tuple[type, str, Callable[..., Tensor]]
@@ -181,14 +181,12 @@ class Delta(Linear):
         world = delta_world.World(kind, lengths)
         super().__init__(patch, world, world.mixed, world.a, world.b)
         self.stock = kind.stock
-        captures = []
+        captures = {}
         for i, slot in zip(range(5 - segments, 5), (2, 3, 1), strict=False):
             s0 = lengths[i][0]
-            row = BatchRow(i, world.starts[i], world.starts[i + 1], s0, s0 + rows)
-            plan = CapturePlan(s0, s0 + rows, slot, np.arange(rows), None, leading=False)
-            captures.append(capture_row(f"segment {slot}", row, plan))
+            captures[i] = CapturePlan(s0, s0 + rows, slot, np.arange(rows), None, leading=False)
         composed = world.step.composed if segments == 2 else []
-        world.step = replace(world.step, composed=composed, captures=captures)
+        world.step = replace(mixed_batch.pass_of(lengths, {}, captures), composed=composed)
         world.layer.conv_dim = kind.channels
         world.pool.transition_blocks.release([3, *([] if composed else [1])])
         layer = world.layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -63,20 +63,24 @@ def left_to_stock(lengths: Lengths) -> int:
     return starts_of(lengths)[2] + (7 + 14 if len(lengths) == 5 else 0)
 
 
+def pass_of(
+    lengths: Lengths, plans: Mapping[int, StreamPlan], captures: Mapping[int, CapturePlan]
+) -> StepContext:
+    """A pass of these requests, of which some are composed and some are captured."""
+    starts = starts_of(lengths)
+    rows = [BatchRow(i, starts[i], starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(lengths)]
+    composed = [composed_row(rows[i], StreamTensors.of(plan, CPU)) for i, plan in plans.items()]
+    captured = [capture_row(f"segment {plan.slot}", rows[i], plan) for i, plan in captures.items()]
+    computed, scheduled = (np.array(part) for part in zip(*lengths, strict=True))
+    return StepContext(composed, captured, CPU, Batch.of(computed, scheduled))
+
+
 def step_of(lengths: Lengths) -> StepContext:
     """Records 0 and 1 are composed, 2 is captured."""
-    starts = starts_of(lengths)
     points = (ComposePoint(5, 0, 4, False), ComposePoint(9, 1, 4, False))
     plan = StreamPlan(np.arange(23), 23, points, np.arange(8), np.arange(8), use_transition=True)
     capture = CapturePlan(4, 12, 2, np.arange(8), None, leading=False)
-    at = [BatchRow(i, starts[i], starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(lengths)]
-    computed, scheduled = (np.array(part) for part in zip(*lengths, strict=True))
-    return StepContext(
-        [composed_row(at[2], StreamTensors.of(plan, CPU))],
-        [capture_row("segment", at[3], capture)],
-        CPU,
-        Batch.of(computed, scheduled),
-    )
+    return pass_of(lengths, {2: plan}, {3: capture})
 
 
 def programs_of(lengths: Lengths) -> tuple[tuple[Tensor, Tensor], Tensor]:

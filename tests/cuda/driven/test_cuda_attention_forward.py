@@ -56,41 +56,44 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
+F32, BF16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    ("dtype", "table", "neox"),
+    ("dtype", "table", "kind"),
     [
-        (torch.float32, True, True),
-        (torch.float32, True, False),
-        (torch.float32, False, True),
-        (torch.bfloat16, True, True),
+        (F32, True, {}),
+        (F32, True, {"neox": False}),
+        (F32, False, {}),
+        (BF16, True, {}),
+        (F32, True, {"sinks": True}),
     ],
+    ids=str,
 )
-def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, neox: bool) -> None:
-    world = World(dtype, angles(128) if table else None, neox)
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[dtype], error
+def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, kind: dict[str, Any]) -> None:
+    World(dtype, angles(128) if table else None, **kind).check()
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("window", [None, 3, 20, 30, 64])
 def test_fp8_counts_times_its_scales(window: int | None, drafts: int) -> None:
-    world = World(torch.bfloat16, angles(128), window=window, drafts=drafts, sinks=True, scales=SCALES)
+    kind: dict[str, Any] = {"window": window, "drafts": drafts, "sinks": True, "scales": SCALES}
+    world = World(BF16, angles(128), **kind)
     expected = world.expected()
-    error = (world.forward().double() - expected).abs().max()
-    assert error < LIMITS[torch.bfloat16], error
+    world.check(expected=expected)
     for scale in range(3):
         wrong = [*SCALES]
         wrong[scale] *= 1.3
-        other = World(torch.bfloat16, angles(128), window=window, drafts=drafts, sinks=True, scales=SCALES)
+        other = World(BF16, angles(128), **kind)
         link: Any = other.impl.link
         of_layer = replace(link.scales, query=wrong[0], key=wrong[1], value=wrong[2])
         of_records = replace(link.public, key_scale=wrong[1], value_scale=wrong[2])
         other.impl.link = replace(link, scales=of_layer, public=of_records)
-        assert not (other.forward().double() - expected).abs().max() < 2 * LIMITS[torch.bfloat16]
+        assert not (other.forward().double() - expected).abs().max() < 2 * LIMITS[BF16]
 
 
 def test_what_is_captured_is_fp8() -> None:
-    world = World(torch.bfloat16, angles(128), scales=SCALES)
+    world = World(BF16, angles(128), scales=SCALES)
     world.forward()
     rows, slots = world.step.captured.rows, world.step.captured.slots  # type: ignore[union-attr]
     key = unrotate(world.key[rows], world.table, world.step.captured.positions, True)  # type: ignore[union-attr]
@@ -113,14 +116,13 @@ def test_what_is_captured_is_fp8() -> None:
 def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sinks: bool) -> None:
     """Windows that hide all that is public, some of it from both composed requests, from one, from none."""
     world = World(dtype, angles(128), window=window, sinks=sinks)
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[dtype], error
+    world.check()
     rows = world.step.attention_rows(window, 0)
     assert (rows.merged is None, rows.replaced is None) == (window < 30, window == 64)
 
 
 def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
-    world = World(torch.float32, angles(128), window=3, sinks=True)
+    world = World(F32, angles(128), window=3, sinks=True)
     expected = world.expected()
     far = world.step.attention_rows(3, 0).replaced
     assert far is not None and 0 not in far.rows
@@ -130,40 +132,24 @@ def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
     output = world.forward()
     assert output[0].isnan().all()
     error = (output.double() - expected)[far.rows].abs().max()
-    assert error < LIMITS[torch.float32], error
+    assert error < LIMITS[F32], error
 
 
 @pytest.mark.parametrize("window", [None, 20], ids=["", "window"])
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 def test_drafts_are_attended_to_by_those_behind_them_alone(drafts: int, window: int | None) -> None:
     """What the first row of a composed request that decodes sees does not depend on its drafts."""
-    world = World(torch.float32, angles(128), window=window, drafts=drafts)
-    found = world.forward()
-    error = (found.double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
+    world = World(F32, angles(128), window=window, drafts=drafts)
+    found = world.check()
     first = world.starts[3]
     world.private[3][0][18:].add_(1)
-    assert (found.double() - world.expected())[first].abs().max() < LIMITS[torch.float32]
-    assert (found.double() - world.expected())[first + 1].abs().max() > 10 * LIMITS[torch.float32]
-
-
-def test_sinks_without_a_window() -> None:
-    world = World(torch.float32, angles(128), sinks=True)
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
-
-
-def test_pieces_of_windowed_rows_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
-    monkeypatch.setattr(shared_rows, "SHORTEST", 1)
-    world = World(torch.float32, angles(128), window=20, sinks=True)
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
+    assert (found.double() - world.expected())[first].abs().max() < LIMITS[F32]
+    assert (found.double() - world.expected())[first + 1].abs().max() > 10 * LIMITS[F32]
 
 
 @pytest.mark.parametrize("fault", ["distances in the stream", "sinks forgotten", "sinks counted twice"])
 def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(torch.float32, angles(128), window=20, sinks=True)
+    world = World(F32, angles(128), window=20, sinks=True)
     expected = world.expected()
     match fault:
         case "distances in the stream":
@@ -181,24 +167,25 @@ def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPat
             assert world.impl.sinks is not None
             world.impl.sinks = world.impl.sinks + math.log(2)
     error = (world.forward().double() - expected).abs().max()
-    assert error > 1000 * LIMITS[torch.float32], error
+    assert error > 1000 * LIMITS[F32], error
 
 
-def test_pieces_give_the_same_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 20], ids=["", "window and sinks"])
+def test_pieces_give_the_same_attention(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut after every row, across requests."""
     monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
     monkeypatch.setattr(shared_rows, "SHORTEST", 1)
-    world = World(torch.float32, angles(128))
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
+    world = World(F32, angles(128), window=window, sinks=window is not None)
+    world.check()
     public = world.step.attention_rows(None, 0).merged
-    assert public is not None
-    pieces = shared_rows.span_pieces(world.runtime, world.step, public, world.impl.heads(world.query))
-    assert len(pieces) == 8
+    if window is None:
+        assert public is not None
+        pieces = shared_rows.span_pieces(world.runtime, world.step, public, world.impl.heads(world.query))
+        assert len(pieces) == 8
 
 
 def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
-    world = World(torch.bfloat16, angles(128))
+    world = World(BF16, angles(128))
     ours = world.forward()
     world.impl.link = None
     stock = world.forward()
@@ -211,9 +198,8 @@ def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_flash_attention_is_called_once(asked: list[bool], drafts: int) -> None:
     """The stock call leaves its log-sum-exp; in passes of plain rows it is not asked for."""
-    world = World(torch.float32, angles(128), drafts=drafts)
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
+    world = World(F32, angles(128), drafts=drafts)
+    world.check()
     assert asked == [True]
     world.runtime.step = None
     world.forward()
@@ -226,12 +212,11 @@ def test_a_log_sum_exp_that_stock_does_not_leave_is_asked_for_again(
     asked: list[bool], sinks: bool, version: int
 ) -> None:
     """FlashAttention 4 has none unless asked, and with sinks it is not known whether they are in it."""
-    world = World(torch.float32, angles(128), sinks=sinks)
+    world = World(F32, angles(128), sinks=sinks)
     assert world.impl.keeps_lse is not sinks
     world.impl.vllm_flash_attn_version = version
     assert not world.impl.keeps_lse
-    error = (world.forward().double() - world.expected()).abs().max()
-    assert error < LIMITS[torch.float32], error
+    world.check()
     assert asked == [False, True]
 
 
@@ -246,7 +231,7 @@ def test_what_is_kept_is_the_threads_own() -> None:
 
 
 def test_interiors_are_captured_unrotated() -> None:
-    world = World(torch.float32, angles(128))
+    world = World(F32, angles(128))
     raw = torch.randn(5, KV_HEADS, SIZE)
     rows = slice(world.starts[2], world.starts[2] + 5)
     assert world.table is not None
@@ -264,7 +249,7 @@ def test_interiors_are_captured_unrotated() -> None:
 @pytest.mark.parametrize("fault", ["tokens", "rows", "blocks", "positions", "visible_kv_lens"])
 def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is larger than what is tolerated."""
-    world = World(torch.float32, angles(128))
+    world = World(F32, angles(128))
     expected = world.expected()
     match fault:
         case "tokens":  # FlashAttention told of one token too few, when it is called again
@@ -294,11 +279,11 @@ def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
         error = (world.forward().double() - expected).abs().max()
     except AssertionError:
         return
-    assert not error < 10 * LIMITS[torch.float32]
+    assert not error < 10 * LIMITS[F32]
 
 
 def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> None:
-    world = World(torch.float32, None)
+    world = World(F32, None)
     world.forward()
     plans = world.step.shared.of(shared_rows._SharedPlans)
     first = made_in(plans)

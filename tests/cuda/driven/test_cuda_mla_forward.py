@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 from full_attention import attend, stream, table_of
+from mixed_batch import pass_of, starts_of
 from vllm import triton_utils
 from vllm.model_executor.layers.attention.mla_attention import (
     MLAAttention,
@@ -40,7 +40,6 @@ from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
 
 CPU = torch.device("cpu")
@@ -96,20 +95,14 @@ class World:
             self.columns = self.columns[0], self.columns[1][: len(self.record)]
         self.capture_slots = places[30:36]
 
-        computed, scheduled = (np.array(part) for part in zip(*LENGTHS, strict=True))
-        self.starts = [0, *np.cumsum(scheduled).tolist()]
-        rows = [
-            BatchRow(i, self.starts[i], self.starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(LENGTHS)
-        ]
+        self.starts = starts_of(LENGTHS)
         plans = {
             1: stream(self.columns, [1], [2], 3),
             2: stream(self.columns, [0, 1], [3, 5], 9),
             4: stream(self.columns, [0], [4], 6),
         }
-        composed = [composed_row(rows[i], StreamTensors.of(plan, CPU)) for i, plan in plans.items()]
         capture = CapturePlan(2, 8, 0, self.capture_slots.numpy(), None, leading=False)
-        batch = Batch.of(computed, scheduled)
-        self.step = StepContext(composed, [capture_row("segment", rows[3], capture)], CPU, batch)
+        self.step = pass_of(LENGTHS, plans, {3: capture})
         self.runtime.step = self.step
 
         tokens = self.starts[-1]
