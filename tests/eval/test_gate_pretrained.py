@@ -26,6 +26,7 @@ def judged(model: Path, folder: Path, prompts: int) -> tuple[Judged, Judged]:
         return default, gate(model, folder / "block", *small, "--link", "block")
 
 
+@pytest.mark.timeout(1800)
 def test_a_few_prompts_tell_them_apart(smollm2: Path, tmp_path: Path) -> None:
     default, blocks = judged(smollm2, tmp_path, prompts=8)
     assert blocks.exit_code == 1 and blocks.sign_off.judgement.verdict is Verdict.NO_GO
