@@ -145,7 +145,7 @@ class World:
                 "seam_tokens": 0,
                 "context": "none",
                 "islands": "none",
-                "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]},
+                "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}], "eviction": "lru"},
             }
         )
         self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
