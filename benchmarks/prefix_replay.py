@@ -24,7 +24,7 @@ from .prefix_lines import Line, Tree
 ALPHAS = (0.0, 0.5, 1.0, 2.0)
 TUNED_LINES = 500
 FIRST_FACTOR = 5
-"""The first tuning comes after so many times the requests up to the first eviction, as Marconi has it."""
+"""Requests before the first tuning, over requests before the first eviction."""
 MARGIN = 0.01
 """An alpha is taken if it gains this share over LRU: less may be chance."""
 PASS = 8192

@@ -120,7 +120,7 @@ def test_public_columns(
 
 
 def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's version holds so many scores at a time: rows in pieces of one, of three, all."""
+    """PyTorch's version bounds the scores in memory: it takes rows one by one, three by three, or all."""
     found = []
     for most in (1, 3 * 2 * 70, 1 << 22):
         monkeypatch.setattr(torch_ops, "_CAPPED_SCORES", most)

@@ -323,7 +323,6 @@ def ids_of(registry: SegmentRegistry, count: int, n_tokens: int = 3) -> list[str
 
 
 def test_one_step_looks_up_so_many_ids(registry: SegmentRegistry, line: Line) -> None:
-    # One command looks up so many.
     ids = ids_of(registry, 3 * MOST_RESOLVED)
     found = line.handler.execute(Resolve(ids), "me")
     assert isinstance(found, Resolved) and list(found.contents) == ids[:MOST_RESOLVED]

@@ -85,7 +85,7 @@ def test_tokens_that_a_template_alters_and_unknown_ids_are_refused():
     for altered in (written.replace(written[-6:-2], "AAAA"), written.lower(), written[:-3] + "|>"):
         with pytest.raises(ValueError, match="the chat template alters texts of messages"):
             split_forms(altered)
-    # An id that nobody replaced is refused.
+    # An id that stayed in the prompt is refused.
     with pytest.raises(UnresolvedId, match="segment id 'a' is not known here"):
         split_forms(f"x{A}y")
     assert split_forms("about <|hypic_segment") == ["about <|hypic_segment"]

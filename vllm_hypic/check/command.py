@@ -105,6 +105,6 @@ def _show(found: Findings) -> None:
         before = size(sum(kind.before_window_bytes for kind in windowed))
         layers = sum(kind.layers for kind in windowed)
         click.echo(
-            f"{before} of it are rows before the last window of {layers} layers: islands begin anywhere "
-            "and read them."
+            f"{before} of it are rows before the last window of {layers} layers: islands, and segments "
+            "that begin alike, may start anywhere and read these rows."
         )

@@ -66,7 +66,7 @@ class LayerKind:
     segment_bytes: int
     """What one segment takes in all these layers; 0 where they are refused."""
     before_window_bytes: int = 0
-    """Part of ``segment_bytes`` that rows before the segment's last window take; islands alone read them."""
+    """Part of ``segment_bytes`` that rows before the segment's last window take."""
 
 
 @dataclass(frozen=True)
@@ -219,11 +219,11 @@ def _judged(
 
 
 def _before_window(layer: AttentionLayerBase, geometry: LayerGeometry, config: HypicConfig) -> int:
-    """Bytes of a segment's rows that no row behind the segment sees in this layer."""
+    """Bytes of a segment's rows that neither the tail seam nor a row behind it sees in this layer."""
     window = getattr(layer, "sliding_window", None)
     if window is None or not isinstance(geometry, AttentionGeometry):
         return 0
-    return max(0, config.expected_segment_tokens - window) * geometry.token_bytes
+    return max(0, config.expected_segment_tokens - config.seam_tokens - window) * geometry.token_bytes
 
 
 def _what(layer: AttentionLayerBase, geometry: LayerGeometry) -> str:

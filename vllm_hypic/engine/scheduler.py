@@ -262,8 +262,7 @@ class _HypicMixin(Scheduler):
         if plan.salt is not None:
             salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
         if request.skip_reading_prefix_cache and plan.segments:
-            # vLLM ignores a connector's "not yet" for such requests; a salt of its own has the same effect on
-            # vLLM's cache.  Where no record is waited for, nothing changes: no connector loads anything.
+            # vLLM ignores a connector's "not yet" for such requests; a salt of its own keeps its cache out.
             request.skip_reading_prefix_cache = False
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         if salt != request.cache_salt:

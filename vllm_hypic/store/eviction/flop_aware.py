@@ -13,7 +13,8 @@ Admission = Literal["cache-value", "always"]
 ALPHA = 1.0
 """Weight of cache value against recency: see :mod:`.ranking`."""
 PATIENCE = 1000
-"""A newcomer counts as asked for at most so many accesses ago."""
+"""Accesses: :meth:`FlopAwarePolicy.admits` takes no more than these to have passed since a newcomer was last
+asked for, and these for a newcomer without an earlier asking.  A larger value lets fewer in."""
 LEAST_GHOSTS = 4096
 GHOSTS_PER_HELD = 8
 
