@@ -30,7 +30,7 @@ from .answers import Place
 from .registry_file import RegistryFile, claim_file
 
 ID_BYTES = 24
-"""Random bytes of an id: 192 bits, nobody guesses one."""
+"""Random bytes of an id, which is written in hex: no command line takes it for an option."""
 
 _VERSION = 1
 _SCHEMA = """
@@ -169,7 +169,7 @@ class SegmentRegistry:
         now = self._clock()
         packed = array("i", tokens).tobytes()
         digest = hashlib.sha256(packed).digest()
-        fresh = segment_id or secrets.token_urlsafe(ID_BYTES)
+        fresh = segment_id or secrets.token_hex(ID_BYTES)
         renamed = "" if segment_id is None else " id = excluded.id,"
         with self._change():
             self._check_room(owner, place, digest)
