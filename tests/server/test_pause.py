@@ -69,11 +69,6 @@ def long(q: Question) -> str:
     return SEP.join(["<bos>", *[f"{d} " * 20 for d in q.documents], q.question])
 
 
-def waiting(client: Client) -> None:
-    """Until requests wait for records."""
-    client.server.wait_for_metrics(lambda m: bool(m["vllm:hypic_waiting"]), BOUND_S)
-
-
 def seen_waiting(
     client: Client, asking: Callable[..., Future[dict[str, Any]]], question: Callable[[int], Question]
 ) -> Future[dict[str, Any]]:
@@ -194,13 +189,12 @@ def test_wait_lets_live_answers_end_and_empties_the_caches(client, question, ask
 def test_wait_with_requests_that_wait_for_records(client, question, asking):
     """Some of their segments are computed, some are not begun; nobody waits for ever."""
     cold = [question(710 + i) for i in range(3)]
-    found = [asking(long(question(713))), *(asking(q.prompt()) for q in cold)]
-    waiting(client)
+    first = seen_waiting(client, asking, question)
+    others = [asking(q.prompt()) for q in cold]
     with WAIT.of(client):
         pass
-    first, *others = (f.result(BOUND_S) for f in found)
-    assert first["usage"]["completion_tokens"]
-    assert [text(answer) for answer in others] == [q.answer for q in cold]
+    assert first.result(BOUND_S)["usage"]["completion_tokens"]
+    assert [text(f.result(BOUND_S)) for f in others] == [q.answer for q in cold]
 
 
 @pytest.mark.fast("decode")
