@@ -192,7 +192,7 @@ def test_a_second_turn_goes_on_from_the_streams_blocks(served: Served) -> None:
     served.engine.ask(Ask(replace(TEXT, query=question).tokens))
     text = replace(TEXT, query=[*question, *more])
     (reused,) = served.engine.ask(Ask(text.tokens, 1, sampling={"logprobs": -1}))
-    assert reused.cached > 600 + 500, "records alone are 545"
+    assert reused.cached > 545 + 500, "records alone are 545"
     theirs = served.oracle.next_token_logprobs(text.lead, text.segments, text.query)
     assert largest(whole_vocabulary(reused.first), theirs) <= served.bound
 
