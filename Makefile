@@ -2,7 +2,7 @@
 #   make demo    serve the demo model and compare stock, cold and warm requests
 #   make demo-parallel    two workers prefill a cold prompt, a third server combines
 #   make check   lint and the tests that start no engine and no server: run it before a commit
-#   make docs    the documentation site, links checked
+#   make docs    the documentation site, links checked; prints the sentences that are hardest to read
 #   make models  fetch and convert the pretrained model that tests and evaluation use, once
 #   make test    lint, then all tests but the slow ones; WORKERS=4 where there are cores and memory for it.
 #                Groups whose files have not changed (tests/lib/unchanged.py) are left out; ALL=1 runs every group
@@ -114,6 +114,7 @@ format: $(READY)
 
 # The site needs nothing of what it describes: pages are Markdown, the API reference is read, not imported.
 docs: $(VENV)/.docs
+	@$(BIN)/python tools/plain_words.py
 	$(BIN)/python -m sphinx -q -W --keep-going -j auto -b html docs build/docs
 	@echo "build/docs/index.html"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "docs", "docs/benchmarks", "csrc", "vllm_hypic/*", "examples/models/*")
+FOLDERS = ("", "docs", "docs/*", "csrc", "vllm_hypic/*", "examples/models/*")
 DOCUMENTS = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.md".lstrip("/")))]
 OUTPUT = {"build/docs"}  # what make targets make
 
