@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from primitives.test_newest import CHATS
 from server.conftest import save_byte_tokenizer
 from server.test_segments import document
 
@@ -21,7 +24,7 @@ BLOCK = 32
 step of stock vLLM does."""
 OPTIONS = {"context": "text", "islands": "query-15", "pool_bytes": 64 << 20}
 TEMPLATE = (
-    "<bos>system\nCall tools.{% for t in tools %}\n{{ t | tojson }}{% endfor %}<eos>"
+    "<bos>system\nCall tools.{% for t in tools or [] %}\n{{ t | tojson }}{% endfor %}<eos>"
     "{% for m in messages %}<bos>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<eos>{% endfor %}"
     "<bos>assistant\n"
@@ -105,3 +108,50 @@ def test_tools_in_another_order_are_reused(ours: Engine) -> None:
     ours.call(loop, steps()[:1], TOOLS, "structure")
     [(tokens, computed)] = ours.call(loop, steps()[:1], TOOLS[::-1], "structure")
     assert computed < 0.4 * tokens
+
+
+WINDOW = 24
+"""Tokens, fewer than a block and than a segment have: what two texts share by chance is shorter."""
+
+
+def told(llm: Any, chats: list[list[dict[str, Any]]], mode: str) -> list[tuple[list[int], int]]:
+    """The prompt of each chat, one after the other, and how many of its tokens were reused."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"hypic_segment": mode})
+    found = []
+    for said in chats:
+        [output] = llm.chat([said], params, chat_template=TEMPLATE, use_tqdm=False)
+        found.append((list(output.prompt_token_ids), output.num_cached_tokens))
+    return found
+
+
+def covered(tokens: list[int], seen: set[tuple[int, ...]]) -> int:
+    """How many of ``tokens`` lie in a window that is in ``seen``."""
+    held: set[int] = set()
+    for i, window in enumerate(windows(tokens)):
+        if window in seen:
+            held.update(range(i, i + WINDOW))
+    return len(held)
+
+
+def windows(tokens: list[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + WINDOW]) for i in range(len(tokens) - WINDOW + 1)]
+
+
+@pytest.mark.parametrize("mode", ["structure", "text", "cdc"])
+@settings(max_examples=5, phases=(Phase.generate,))
+@given(chats=st.lists(CHATS, min_size=1, max_size=2), order=st.randoms(use_true_random=False))
+def test_only_what_an_earlier_request_said_is_reused(
+    ours: Engine, mode: str, chats: list[list[dict[str, Any]]], order: Any
+) -> None:
+    """Each chat, the chat without its last message, and the messages of all chats in another order."""
+    chats = [[{**m, "content": str(m["content"])[:300]} for m in said] for said in chats]
+    mixed = [message for said in chats for message in said]
+    order.shuffle(mixed)
+    ours.reset()
+    seen: set[tuple[int, ...]] = set()
+    asked = [*chats, *(said[:-1] for said in chats if len(said) > 1), mixed]
+    for tokens, reused in ours.call(told, asked, mode):
+        assert reused <= covered(tokens, seen)
+        seen.update(windows(tokens))
