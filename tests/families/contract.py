@@ -137,7 +137,7 @@ class Served:
         family, found = case.family, cls(case, engine, oracle, case.family.bound)
         if case.dtype == "float32":
             return found
-        noise = found.ordinary()
+        noise = found.ordinary(TEXTS)
         assert NOISE_FACTOR * noise.largest < family.noise, f"ordinary requests: {noise}"
         divergence = KL_FACTOR * noise.kl if family.kl else float("inf")
         return replace(found, bound=NOISE_FACTOR * noise.largest, divergence=divergence)
@@ -146,10 +146,11 @@ class Served:
     def texts(self) -> tuple[Text, ...]:
         return TEXTS[: self.case.family.texts]
 
-    def ordinary(self) -> Distance:
-        """How far ordinary requests are from the oracle's full recompute."""
-        ours = [first_token(self.engine, Ask(tuple(text.whole))) for text in self.texts]
-        return distance(ours, [self.oracle.full_logprobs(text.whole) for text in self.texts])
+    def ordinary(self, texts: Sequence[Text] = ()) -> Distance:
+        """How far ordinary requests, of the family's texts or of these, are from full recompute."""
+        texts = texts or self.texts
+        ours = [first_token(self.engine, Ask(tuple(text.whole))) for text in texts]
+        return distance(ours, [self.oracle.full_logprobs(text.whole) for text in texts])
 
     def ours(self, extra: dict[str, Any] | None = None) -> list[torch.Tensor]:
         """Answers to the composed texts."""

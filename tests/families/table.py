@@ -295,7 +295,11 @@ WINDOWS = families(
     {
         "windows": FIRST
         | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(32)},
-        "windows-everywhere": {"save": partial(SAVE_WINDOWS, window=24, layer_types=[SLIDING] * 3)},
+        "windows-everywhere": {"save": partial(SAVE_WINDOWS, window=24, layer_types=[SLIDING] * 3)}
+        | {
+            "without": NO_STATES
+            | {"islands": "the last token of a prompt sees none through three windows of 24"}
+        },
     },
 )
 CAPPED = {"window": 40, "layer_types": [SLIDING, FULL] * 2}
