@@ -413,7 +413,10 @@ def test_a_piece_begins_with_the_token_that_its_first_word_begins(
 
 
 def test_cost_of_16k_tokens(smollm2: Path) -> None:
-    """``pytest -s -k cost`` prints the table of docs/segments.md.  The bound is one of a busy machine."""
+    """``pytest -s -k cost`` prints the table of docs/how-to/without-separators.md.
+
+    The bound is one of a busy machine.
+    """
     front_end = FrontEnd(smollm2, min_tokens=128, query_tokens=128)
     tools = [tool(i, words=110) for i in range(62)]
     documents = [prose(i, 1300) for i in range(7)]

@@ -108,7 +108,7 @@ def test_found_segments_have_the_records_and_bits_of_named_ones(byte_server: Ser
 
 @pytest.mark.parametrize("seam", [8, 4])
 def test_one_of_thirty_tools_costs_little(byte_server: Server, seam: int) -> None:
-    """``pytest -s -k thirty`` prints the table of docs/segments.md."""
+    """``pytest -s -k thirty`` prints the table of docs/how-to/without-separators.md."""
     tools = [tool(("thirty", i, seam), 80) for i in range(30)]
     new = tool(("new", seam), 80)
     changes = {
