@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import statistics
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from benchmarks.scale_sim import Cluster, Policy, alone_s, least_s, simulate, si
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 RECORDS = dataclasses.replace(SHAPES["random-150m"], token_bytes=1, state_bytes=0, transition_bytes=0)
 """One byte a token."""
+
+LOADED_WAYS = ("lpt by time", "lpt, loads unknown", "round robin", "whole requests")
+"""Columns of the page's table of times under load."""
 
 PLAIN = Costs(
     records=RECORDS,
@@ -306,7 +310,7 @@ def test_lpt_reaches_seven_times_on_eight_workers():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_results_in_the_documents_are_those_of_this_code(name):
-    """docs/scale.md quotes these files."""
+    """docs/benchmarks/segment-parallel.md quotes these files."""
     written = json.loads((DOCS / "scale" / f"{name}.json").read_text())
     asked, costs = written["settings"], PRESETS[name]
     stated = {key: value for key, value in asked["costs"].items() if key != "records"}
@@ -319,6 +323,40 @@ def test_the_results_in_the_documents_are_those_of_this_code(name):
     for before, after in zip(point["ways"], now.ways, strict=True):
         assert (before["policy"], before["pipelined"]) == (after.policy, after.pipelined)
         assert before["speed_up"]["mean"] == pytest.approx(after.speed_up.mean)
+
+
+def quoted_rows() -> list[list[str]]:
+    """Cells of the page's rows that begin with a preset's name."""
+    lines = (DOCS / "segment-parallel.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return [cells for cells in rows if cells[0] in PRESETS]
+
+
+def test_the_page_quotes_the_speed_ups_of_these_files():
+    quoted = quoted_rows()
+    assert {(cells[0], int(cells[1])) for cells in quoted} >= {(name, GOAL_WORKERS) for name in PRESETS}
+    for name, workers, *figures in quoted:
+        points = json.loads((DOCS / "scale" / f"{name}.json").read_text())["results"]["points"]
+        [point] = (point for point in points if point["workers"] == int(workers))
+        found = [way["speed_up"]["mean"] for way in point["ways"] if way["pipelined"]]
+        assert figures == [f"{value:.2f}" for value in (*found, point["best"]["mean"])]
+
+
+def test_the_page_quotes_the_times_under_load_of_these_files():
+    lines = (DOCS / "segment-parallel.md").read_text().splitlines()
+    matched = [re.fullmatch(r"\| (64|6) segments, (0\.\d) \|(.*)\|", line) for line in lines]
+    quoted = [row for row in matched if row]
+    assert len(quoted) == 4
+    for row in quoted:
+        name = "cpu-169m" if row[1] == "64" else "cpu-169m-6-segments"
+        loaded = json.loads((DOCS / "scale" / f"{name}.json").read_text())["results"]["loaded"]
+        [point] = (point for point in loaded if point["offered"] == float(row[2]))
+        for cell, way in zip(row[3].split("|"), LOADED_WAYS, strict=True):
+            if cell.strip() == "unstable":
+                assert point["p50_s"][way] > 100
+                continue
+            shown = [float(figure) for figure in cell.replace("s", "").split("/")]
+            assert shown == pytest.approx([point["p50_s"][way], point["p99_s"][way]], rel=0.005)
 
 
 def test_under_load_lpt_beats_round_robin():
