@@ -1,4 +1,4 @@
-"""docs/gate.md says what holds: options, defaults, limits, exit codes, what the key covers."""
+"""The page on choosing settings says what holds: options, defaults, limits, exit codes, the key's parts."""
 
 import dataclasses
 import json
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from vllm_hypic.config.gate import GateConfig
+from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.command import Exit, gate
 from vllm_hypic.eval.gate.criteria import Limits
 from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE
@@ -14,8 +15,9 @@ from vllm_hypic.eval.gate.measure import NOISE_CHUNK
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.tasks import continuations
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
+from vllm_hypic.tune.prompts import HELD_OUT, LEAST_DOCUMENTS, NEEDED, PIECE_TOKENS, PIECES, QUERY_TOKENS
 
-PATH = Path(__file__).parents[2] / "docs/gate.md"
+PATH = Path(__file__).parents[2] / "docs/how-to/choose-for-my-model.md"
 TEXT = PATH.read_text(encoding="utf-8")
 PROSE = " ".join(TEXT.split())
 OPTIONS = {option: p for p in gate.params for option in (*p.opts, *p.secondary_opts)}
@@ -59,6 +61,12 @@ def test_the_key_the_fixed_set_and_links() -> None:
     assert f"{continuations.TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
     assert all(f"(`{family}`)" in PROSE for family in CONTINUATIONS)
     assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
+
+    # What is tried by --choose, and what a context is trained on.
+    assert f"cheapest go of {('', 'one', 'two', 'three', 'four', 'five', 'six')[len(LADDER)]}" in PROSE
+    assert all(f"`{islands}`" in PROSE for _, islands in LADDER if islands != "none")
+    assert f"{LEAST_DOCUMENTS} texts of {NEEDED} tokens or more" in PROSE and HELD_OUT == 5 and PIECES == 4
+    assert f"four pieces of {PIECE_TOKENS} tokens" in PROSE and f"next {QUERY_TOKENS} tokens" in PROSE
 
     # Links lead somewhere.
     def anchors(text: str) -> set[str]:
