@@ -42,7 +42,8 @@ class SegmentingConfig(ConfigSection):
     """Mean length of the pieces of the mode ``cdc``. Two cuts are more than half of this length apart."""
     query_tokens: Natural = 128
     """Tokens at the end of the last message in which the question is looked for. A piece that lies mostly in
-    these tokens is computed in the stream. With 0 the end of the message is a piece like any other, except its last word."""
+    these tokens is computed in the stream. With 0 the end of the message is a piece like any other, except
+    its last word."""
     newest_tokens: Natural = 512
     """The user's last message, and each later message, stays in the stream up to this length, so the end of a
     request is exact. A longer message is cut."""

@@ -154,12 +154,13 @@ class LMCacheServerConfig(TierConfig):
     name the tier alike: by its address (true), or by the name given here."""
 
 
-_TYPES: dict[str, tuple[type[TierConfig], ...]] = {
+TIERS: dict[str, tuple[type[TierConfig], ...]] = {
     "memory": (MemoryConfig,),
     "disk": (DiskConfig,),
     "redis": (RedisConfig,),
     "lmcache": (LMCacheConfig, LMCacheServerConfig),
 }
+"""Options of a tier by its ``type``; of two, the last is that with a ``url``."""
 
 
 def _tier(given: object) -> TierConfig:
@@ -167,9 +168,9 @@ def _tier(given: object) -> TierConfig:
         raise expected('an object like {"type": "memory", "bytes": "20GB"}')
     values = dict(plain(given))
     kind = values.pop("type", None)
-    if not isinstance(kind, str) or kind not in _TYPES:
-        refuse("type", kind, f"one of {', '.join(_TYPES)}")
-    made = _TYPES[kind][-1 if "url" in values else 0]
+    if not isinstance(kind, str) or kind not in TIERS:
+        refuse("type", kind, f"one of {', '.join(TIERS)}")
+    made = TIERS[kind][-1 if "url" in values else 0]
     if "shared" in values and "shared" not in [f.name for f in fields(made)]:
         able = "a tier that other engines can reach (disk, redis, or lmcache with url)"
         refuse("shared", values["shared"], able)

@@ -43,7 +43,7 @@ class PrimitiveTexts:
     pad: str = "<|hypic_pad|>"
     """Text of padding, which takes one position and has no content."""
     literal: bool = False
-    """In prompts the three texts are ordinary text; token ids and parts of a request mark segments instead."""
+    """In prompts the three texts are ordinary text; token ids and parts of a request mark segments."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.literal, bool):

@@ -43,7 +43,10 @@ class RouterMetrics:
             ["way"],
         )
         self.failures = counter(
-            "hypic_router_failures", "Failures, by what failed and at which instance.", ["what", "instance"]
+            "hypic_router_failures",
+            "Failures at an instance; what is segment, answer, stream, proxied, tokenize, withdraw, stored, "
+            "tier, namespace or landing (the receiver).",
+            ["what", "instance"],
         )
         self.disconnects = counter(
             "hypic_router_disconnects", "Clients that disconnected before their answer was complete."
