@@ -48,7 +48,23 @@ METRICS = """\
 
 An engine's metrics stand on the server's `/metrics` and have vLLM's labels `model_name` and `engine`, too.
 The router's metrics stand on the router's `/metrics`. [Watch a server](../how-to/watch.md) says which metrics
-matter, and [Requests](request.md#usage-and-vllms-own-metrics) says what vLLM's own metrics count.
+matter.
+"""
+OF_VLLM = """
+## vLLM's own metrics
+
+vLLM's counters and its log line agree with `usage` of the answers and leave internal segment requests out.
+KV events (`--kv-events-config`) report blocks of plain prompts alone; with `prefix` `sparse`, prompts whose
+prefixes are records are not plain.
+
+| metric | counts |
+| --- | --- |
+| `vllm:prefix_cache_hits_total` | Tokens from vLLM's own cache. |
+| `vllm:external_prefix_cache_hits_total` | Tokens from records. |
+| `vllm:external_prefix_cache_queries_total` | Tokens of prompts that ask for records, without the hits of \
+vLLM's own cache; plain prompts only where another KV connector stands beside. |
+| `vllm:prompt_tokens_cached_by_source_total` | Reused tokens by place: `device` is the pool, `host` a tier \
+`memory`, `disk` a tier `disk`, `p2p` another server, `external_unspecified` any other tier. |
 """
 COMMANDS = """\
 # Commands
@@ -191,7 +207,7 @@ def metrics_page() -> str:
         rows.append(
             (f"`{full}`", found.type, ", ".join(f"`{n}`" for n in labels), said(full, found.documentation))
         )
-    return f"{text}\n## The router\n\n{table(columns, rows)}"
+    return f"{text}\n## The router\n\n{table(columns, rows)}{OF_VLLM}"
 
 
 # -- commands
