@@ -84,11 +84,11 @@ This page says which architectures the plugin serves. For a checkpoint of your o
     vllm-hypic check MODEL
 
 The command reads the configuration of a folder, of a name in the hub's cache, or of a GGUF file (with the
-package `gguf`; vLLM itself needs a plugin for such files). It says which kinds of layers are served, how many bytes a segment takes in each, and how
-many segments a pool holds. It reads no weights and starts no engine;
-[Commands](commands.md#vllm-hypic-check) lists the exit codes. An engine also checks rotary embeddings when
-it starts. Layers with a window keep all rows of a segment, because islands and segments that begin alike
-read rows before the window.
+package `gguf`; vLLM itself needs a plugin for such files). It says which kinds of layers are served, how
+many bytes a segment takes in each, and how many segments a pool holds. It reads no weights and starts no
+engine; [Commands](commands.md#vllm-hypic-check) lists the exit codes. An engine also checks rotary
+embeddings when it starts. Layers with a window keep all rows of a segment, because islands and segments
+that begin alike read rows before the window.
 
 The tables cover {architectures} architectures: all text generation of vLLM {vllm}, its hybrids with vision,
 and the classes of this package (`vllm_hypic/models/`). Each has the default configuration of transformers

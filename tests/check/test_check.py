@@ -270,7 +270,9 @@ def test_the_page_has_what_vllm_registers() -> None:
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     found = rows()
-    assert set(_TEXT_GENERATION_MODELS) <= set(found), "run tools/models_table.py --write docs/reference/models.md"
+    assert set(_TEXT_GENERATION_MODELS) <= set(found), (
+        "run tools/models_table.py --write docs/reference/models.md"
+    )
     for line in found.values():
         if "`tests/" in line:
             assert (ROOT / line.split("`")[3]).is_file(), line
