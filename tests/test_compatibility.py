@@ -23,9 +23,9 @@ FIELDS = [
 
 
 def test_the_page_is_that_of_the_data() -> None:
-    assert (ROOT / "docs" / "compatibility.md").read_text("utf-8") == table.page(table.load()), (
-        "run tools/compatibility_table.py --write docs/compatibility.md"
-    )
+    assert (ROOT / "docs" / "reference" / "compatibility.md").read_text("utf-8") == table.page(
+        table.load()
+    ), "run tools/compatibility_table.py --write docs/reference/compatibility.md"
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -1,6 +1,6 @@
-"""Write docs/compatibility.md from docs/compatibility.toml.
+"""Write docs/reference/compatibility.md from docs/compatibility.toml.
 
-.venv/bin/python tools/compatibility_table.py --write docs/compatibility.md
+.venv/bin/python tools/compatibility_table.py --write docs/reference/compatibility.md
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ COLUMNS = {
 }
 KINDS = ("engine", "driven", "refused", "stock", "open")
 INTRODUCTION = """\
-# What of vLLM works beside this plugin
+# Compatibility
 
-Written by `tools/compatibility_table.py` from `docs/compatibility.toml`; a test holds it against the tests
-and messages that it names. A *plain* request has no segments, a *composed* one has.
+This page says which features of vLLM work beside the plugin, and the test that shows it.
+`docs/compatibility.toml` holds the data. A *plain* request has no segments, a *composed* request has
+segments.
 
-- **engine**: the named test runs it in a real engine or server.
-- **driven**: the named test drives the CUDA code on a CPU, with stand-ins for the kernels. Nothing here has
-  run on a GPU.
-- **refused**: at start-up, or with HTTP 400, in these words.
-- **stock**: vLLM's own code, which meets nothing of this plugin's; or vLLM does not have it there.
+- **engine**: the named test runs the feature in an engine or a server.
+- **driven**: the named test drives the CUDA code on a CPU, with stand-ins for kernels. No test has run on a
+  GPU.
+- **refused**: the engine does not start, or the request gets HTTP 400, with these words.
+- **stock**: vLLM's own code, which the plugin does not touch; or vLLM lacks the feature there.
 - **open**: neither tested nor refused.
 
 ## Versions
@@ -38,21 +39,25 @@ and messages that it names. A *plain* request has no segments, a *composed* one 
 |---|---|---|
 """
 MOVED = """
-`make compat` takes the newest vLLM from PyPI, prints which of the names and methods that this package rests
-on have moved, and runs tests on its Python laid over the installed CPU kernels (`VERSION=`, `TESTS=`).
+[Move to another vLLM](../how-to/move-to-another-vllm.md) describes `make compat`, which tests a newer
+version.
 
 ## Features
 """
 RUNNER = """
 ## The V2 model runner
 
-Not yet; vLLM has none on CPU. What this package does in the V1 runner has other places there. Logical
-positions are written over vLLM's between `_prepare_inputs` and the model; V2 computes positions in a Triton
-kernel (`prepare_pos_seq_lens`) into buffers that it also takes cache slots from, inside `prepare_inputs`.
-Tokens of records are put before the sampler's penalties in `SamplingMetadata`; V2 counts tokens in tables
-on the device. Passes with composed rows are kept out of full CUDA graphs by
-`_determine_batch_execution_and_padding`; V2 decides in `cudagraph_utils`. Between 0.32 and 0.33 about 1,700
-lines of these files changed, so they are followed when they settle.
+The plugin does not support vLLM's V2 model runner, which vLLM has on GPUs only. Three places differ from
+V1:
+
+| what the plugin does | V1 | V2 |
+|---|---|---|
+| logical positions | written after `_prepare_inputs` | a Triton kernel, `prepare_pos_seq_lens`, computes \
+them inside `prepare_inputs`, with the cache slots |
+| tokens of records in penalties | in `SamplingMetadata` | counted in tables on the device |
+| composed passes outside full CUDA graphs | `_determine_batch_execution_and_padding` | `cudagraph_utils` |
+
+About 1,700 lines of these files changed between vLLM 0.32 and 0.33; the plugin follows when they settle.
 """
 
 

@@ -1,5 +1,5 @@
-"""Configurations by which docs/models.md looks at architectures: defaults of transformers, or vLLM, and what
-published models say beyond them."""
+"""Configurations by which docs/reference/models.md looks at architectures: defaults of transformers, or vLLM,
+and what published models say beyond them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Write docs/models.md: what `vllm-hypic check` says of every text-generation architecture of vLLM.
+"""Write docs/reference/models.md: what `vllm-hypic check` says of every text-generation architecture of vLLM.
 
-    .venv/bin/python tools/models_table.py --write docs/models.md      # all of them, 10 minutes on one core
-    .venv/bin/python tools/models_table.py LlamaForCausalLM            # the row of one
+    .venv/bin/python tools/models_table.py --write docs/reference/models.md  # all, 10 minutes on one core
+    .venv/bin/python tools/models_table.py LlamaForCausalLM                  # the row of one
 
 Each is looked at with the configuration that transformers, or vLLM, takes for it where nothing is said, in a
 process of its own.
@@ -77,29 +77,63 @@ SECTIONS = {
 }
 
 INTRODUCTION = """\
-# Does my model work?
+# Models
+
+This page says which architectures the plugin serves. For a checkpoint of your own, run:
 
     vllm-hypic check MODEL
 
-reads the configuration of a folder, of a name in the hub's cache, or of a GGUF file (`pip install gguf`; vLLM
-itself reads these with a plugin of its own), and says of each kind of layer whether it is served and what a
-segment takes in it, and how many a pool holds. Exit code: 0 served, 1 refused, 3 vLLM itself makes nothing
-of it on this machine. No weights are read and nothing is started: vLLM builds its
-model class without numbers, and the engine's own code is asked about each layer. Rotary embeddings are
-looked at when the engine starts, which refuses those that it cannot undo.
+The command reads the configuration of a folder, of a name in the hub's cache, or of a GGUF file (with the
+package `gguf`; vLLM itself needs a plugin for such files). It says which kinds of layers are served, how
+many bytes a segment takes in each, and how many segments a pool holds. It reads no weights and starts no
+engine; [Commands](commands.md#vllm-hypic-check) lists the exit codes. An engine also checks rotary
+embeddings when it starts. Layers with a window keep all rows of a segment, because islands and segments
+that begin alike read rows before the window.
 
-Below, the same for {architectures} architectures: all of text generation that vLLM {vllm} registers, its
-hybrids that see, and those that have a class here (`vllm_hypic/models/`). On CPU, each with the
-configuration that transformers {transformers}, or vLLM, takes where a model says nothing
-(`tools/model_configurations.py` adds what LFM2's, GLM-4.7-Flash's, Kimi-Linear's, Ring's and Ling's must
-say, and leaves out Nemotron-H's experts, which vLLM has on GPUs only). Models that see are asked
-about text here; which images they may have beside segments says the
-[reference](reference.md#images). Models of one class differ, a window is on in one and off in another: ask
-about yours. Soft-caps and shared KV are served on CPUs only:
-on GPUs models that have them are refused.
+The tables cover {architectures} architectures: all text generation of vLLM {vllm}, its hybrids with vision,
+and the classes of this package (`vllm_hypic/models/`). Each has the default configuration of transformers
+{transformers} or vLLM, with additions in `tools/model_configurations.py`, and is checked on CPU. Models
+with vision are checked for text; [Refusals](refusals.md#requests-with-status-400) lists the media.
+Checkpoints of one class may differ in their layers.
 
-{tested} are tested in an engine, {served} more are served by their configuration, {refused} are refused,
-and of {unknown} nothing can be said here."""
+{tested} architectures are tested in an engine, {served} more are served by their configuration, {refused}
+are refused, and {unknown} cannot be checked here.
+
+## Kinds of layers
+
+| kind | CPU and CUDA | CPU only |
+|---|---|---|
+| attention | full, in windows; RoPE, M-RoPE or none | soft-caps, shared KV |
+| latent attention (MLA) | DeepSeek-V2 and V3, GLM-4.7-Flash, Bailing V3 | Kimi-Linear, Ring and Ling 2.5 |
+| gated delta net, Kimi delta attention | Qwen3-Next, Qwen3.5, Bailing V3 | OLMo-Hybrid, Kimi-Linear, \
+DeltaNet of flash-linear-attention |
+| gated short convolution | LFM2, LFM2.5 | |
+| Mamba2 | Nemotron-H (on CPU without experts), Granite 4, Falcon-H1, Zamba2, Mamba2 | |
+| Mamba1 | | Jamba, Mamba, Falcon-Mamba |
+| lightning attention | | Ring and Ling 2.5, Ring-linear 2.0, with RoPE or YaRN |
+| retention, gated linear attention | | RetNet and GLA of flash-linear-attention |
+
+On CPU, latent attention needs latents of 512 and rotated keys of 64. In other dtypes than bf16, and on CPUs
+without AMX, vLLM prefills such models whole, without chunks and prefix cache.
+
+## Faults of vLLM 0.32 on CPU that the plugin mends
+
+| models | fault of a stock engine |
+|---|---|
+| hybrids | a step with a single prefill token, or a request with `seed` and a chunked prompt, ends the \
+engine |
+| Mamba2 with prefix caching; Mamba1 | the engine ends |
+| LFM2, MLA in eager engines | Q and K are rotated wrongly; stock vLLM is right with `--compilation-config \
+'{{"custom_ops": ["all", "-rotary_embedding"]}}'` |
+| OLMo-Hybrid | neither built nor loaded. Use `--mamba-ssm-cache-dtype float32`: bf16, vLLM's default, is \
+several times slower |
+| Kimi-Linear, Bailing V3, Ring and Ling 2.5 | their recurrence exists for GPUs alone. Without AMX or \
+bf16, a stock engine also needs `--no-enable-prefix-caching` |
+| Ring-linear 2.0 | no class; this package has one. Decays follow the rule of vLLM and SGLang, not the \
+code beside the checkpoints |
+
+Configurations of Ring and Ling 2.5 are read without the code of the checkpoints. Their linear layers rotate
+by float64 angles, because only exact rotations let states move."""
 
 
 @dataclass(frozen=True)

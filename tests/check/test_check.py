@@ -1,4 +1,4 @@
-"""`vllm-hypic check`: what it says of configurations, held against engines and against docs/models.md."""
+"""`vllm-hypic check`: what it says of configurations, held against engines and against docs/reference/models.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_hypic.pool.families import FAMILIES as LINEAR
 from vllm_hypic.pool.geometry import expected_space
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 NOTES = EXAMPLE.parent / "hybrid-notes" / "model"
 TABLE = ROOT / "tools" / "models_table.py"
 POOL_GIB = 0.0625
@@ -270,7 +270,9 @@ def test_the_page_has_what_vllm_registers() -> None:
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     found = rows()
-    assert set(_TEXT_GENERATION_MODELS) <= set(found), "run tools/models_table.py --write docs/models.md"
+    assert set(_TEXT_GENERATION_MODELS) <= set(found), (
+        "run tools/models_table.py --write docs/reference/models.md"
+    )
     for line in found.values():
         if "`tests/" in line:
             assert (ROOT / line.split("`")[3]).is_file(), line

@@ -19,6 +19,7 @@ from vllm_hypic.connector.stats import HypicCounters, HypicPromMetrics, HypicSta
 from vllm_hypic.store.protocol import StoreStats, TierStats
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs/grafana/hypic-store.json").read_text())
+REFERENCE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
 LABELS = {"model_name": "m", "engine": "0"}
 HISTOGRAM_ENDS = ("_bucket", "_sum", "_count")
 
@@ -54,6 +55,18 @@ def exported() -> dict[str, set[str]]:
 
 def test_every_series_of_the_dashboard_is_exported(exported: dict[str, set[str]]) -> None:
     assert shown() <= set(exported)
+
+
+def test_the_reference_has_every_series_with_its_label(exported: dict[str, set[str]]) -> None:
+    rows = (line.split("|")[1:4] for line in REFERENCE.splitlines() if line.startswith("| `vllm:hypic_"))
+    told = {name.strip(" `"): (kind.strip(), labels.strip(" `")) for name, kind, labels in rows}
+    found = {re.sub("|".join(f"{end}$" for end in HISTOGRAM_ENDS), "", name) for name in exported}
+    assert set(told) == found
+    for name, labels in exported.items():
+        base = re.sub("|".join(f"{end}$" for end in HISTOGRAM_ENDS), "", name)
+        kind, label = told[base]
+        assert {*LABELS, *filter(None, [label])} == labels - {"le"}, name
+        assert kind == ("counter" if name.endswith("_total") else "gauge" if name == base else "histogram")
 
 
 def test_every_metric_is_shown(exported: dict[str, set[str]]) -> None:

@@ -39,31 +39,37 @@ def _says(text: str) -> msgspec.Meta:
 class Weights(msgspec.Struct, frozen=True):
     """What the model's weights are called now."""
 
-    name: Annotated[str, _says("Empty: those that the server was started with.")]
+    name: Annotated[str, _says("Name of the weights; empty: the weights that the server started with.")]
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True):
     """A compiled segment.  Times are Unix times; ``expires`` ``None``: it lives until it is deleted."""
 
-    id: Annotated[str, _says("Unguessable; stands for the segment as `<|hypic_segment:ID|>` in prompts.")]
-    role: Role
-    place: Annotated[
-        Place, _says("Where it can stand: anywhere, first in a completion prompt, first in a chat.")
+    id: Annotated[
+        str, _says("Unguessable id, which stands for the segment as `<|hypic_segment:ID|>` in prompts.")
     ]
-    tokens: Annotated[int, _says("Its length in tokens.")]
-    bytes: Annotated[int, _says("What its record takes of the pool now.")]
+    role: Annotated[Role, _says("`leading` or `interior`.")]
+    place: Annotated[
+        Place, _says("Place in prompts: anywhere, first in a completion prompt, or first in a chat.")
+    ]
+    tokens: Annotated[int, _says("Length in tokens.")]
+    bytes: Annotated[int, _says("Bytes of the pool that the record takes now.")]
     key: Annotated[
         str | None,
-        _says("Name of its record; null where it has none, being too short or too long for the pool."),
+        _says("Name of the record; null where the segment is too short or too long for a record."),
     ]
-    created: Annotated[float, _says("Unix time.")]
+    created: Annotated[float, _says("Unix time of the compilation.")]
     last_used: Annotated[float, _says("Unix time of the last use by id.")]
-    expires: Annotated[float | None, _says("Unix time; null: lives until deleted.")]
-    pinned: bool
-    resident: Annotated[bool, _says("Its record is in the pool now.")]
-    stored: Annotated[bool, _says("A tier below was given its record.")]
-    text: Annotated[str | None, _says("With `content=true`: the text it was compiled from.")] = None
-    token_ids: Annotated[tuple[int, ...] | None, _says("With `content=true`: all its tokens.")] = None
+    expires: Annotated[
+        float | None, _says("Unix time of the expiry; null: the segment lives until it is deleted.")
+    ]
+    pinned: Annotated[bool, _says("The record is pinned to the pool.")]
+    resident: Annotated[bool, _says("The pool holds the record now.")]
+    stored: Annotated[bool, _says("A tier of the store was given the record.")]
+    text: Annotated[str | None, _says("With `content=true`: the text that was compiled.")] = None
+    token_ids: Annotated[
+        tuple[int, ...] | None, _says("With `content=true`: all token ids of the segment.")
+    ] = None
 
     @property
     def form(self) -> str:
@@ -79,19 +85,19 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 class SegmentPage(msgspec.Struct, frozen=True):
     """Segments in the order of their ids."""
 
-    segments: list[Segment]
-    next: Annotated[str | None, _says("`after` of the next page; null: this is the last.")]
+    segments: Annotated[list[Segment], _says("Segments of this page.")]
+    next: Annotated[str | None, _says("Parameter `after` of the next page; null on the last page.")]
 
 
 class Run(msgspec.Struct, frozen=True):
     """Tokens of one part that fare alike."""
 
-    start: Annotated[int, _says("Index of its first token in the prompt.")]
-    stop: Annotated[int, _says("Index behind its last token.")]
+    start: Annotated[int, _says("Index of the run's first token in the prompt.")]
+    stop: Annotated[int, _says("Index behind the run's last token.")]
     recomputed: Annotated[
-        bool, _says("A seam window or an island of a segment: computed in every request, cached or not.")
+        bool, _says("The run is a seam window or an island, computed in every request.")
     ] = False
-    text: str = ""
+    text: Annotated[str, _says("Text of the run.")] = ""
 
 
 class PromptPart(msgspec.Struct, frozen=True):
@@ -101,19 +107,21 @@ class PromptPart(msgspec.Struct, frozen=True):
         Literal["leading", "segment", "stream", "primitive"],
         _says(
             "`leading`: cached as it stands; `segment`: cached for any place; `stream`: computed with full "
-            "context; `primitive`: separators and the like, which the model does not see."
+            "context; `primitive`: separators, PDep and padding, which the model does not see."
         ),
     ]
-    runs: list[Run]
-    key: Annotated[str | None, _says("Name of its record, as `key` of compiled segments.")] = None
+    runs: Annotated[list[Run], _says("Runs of tokens, which together are the whole part.")]
+    key: Annotated[str | None, _says("Name of the part's record, as `key` of a compiled segment.")] = None
     state: Annotated[
         RecordPlace | None,
         _says(
-            "Where its record is: in the pool; on its way there; in a tier below, which was given it or had "
-            "it; `unknown`: not in the pool, and the tiers are asked when the request comes; nowhere."
+            "`resident`: in the pool; `pending`: on its way there; `stored`: a tier was given the record or "
+            "had it; `unknown`: not in the pool, and tiers are asked later; `absent`: nowhere."
         ),
     ] = None
-    context: Annotated[str | None, _says("Name of the record that its own is computed behind.")] = None
+    context: Annotated[str | None, _says("Name of the record that the part's record is computed behind.")] = (
+        None
+    )
 
     @property
     def start(self) -> int:
@@ -135,32 +143,30 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would be now.  ``parts``, in order, are the whole prompt; of its tokens that are no
     primitives each is reused, in vLLM's prefix cache, or computed."""
 
-    mode: Annotated[
-        str, _says("How segments were looked for: a mode of `hypic_segment`, `named` or `separators`.")
-    ]
+    mode: Annotated[str, _says("How segments are found: a mode of `hypic_segment`, `named` or `separators`.")]
     link: Annotated[str, _says("The link method.")]
-    pieces: Annotated[dict[str, int], _says("What became of the pieces found, as the metrics count it.")]
-    prompt_tokens: Annotated[int, _says("As in `usage`.")]
-    tokens_reused: Annotated[int, _says("Read from records, if none leaves in between.")]
-    tokens_prefix_cached: Annotated[
-        int, _says("Of the tokens that no record has: those in vLLM's own prefix cache now.")
+    pieces: Annotated[dict[str, int], _says("Counts of the pieces, by the names of the metrics.")]
+    prompt_tokens: Annotated[int, _says("Tokens of the prompt, as in `usage`.")]
+    tokens_reused: Annotated[int, _says("Tokens that would be read from records.")]
+    tokens_prefix_cached: Annotated[int, _says("Further tokens, which vLLM's own prefix cache holds now.")]
+    tokens_computed: Annotated[
+        int, _says("All other tokens; records of the state `unknown` count as computed.")
     ]
-    tokens_computed: Annotated[int, _says("All others; records of `unknown` state count as computed.")]
     reason: Annotated[
         str | None,
         _says(
-            "Why it has no segment that could be cached, or is not answered; null: a request with segments."
+            "Why no part can be cached, or why the prompt gets no answer; null for a request with segments."
         ),
     ]
-    parts: list[PromptPart]
+    parts: Annotated[list[PromptPart], _says("Parts of the prompt, in order.")]
 
 
 class CacheStats(msgspec.Struct, frozen=True):
     """Numbers of the whole engine, all tenants together."""
 
-    tiers: Annotated[dict[str, dict[str, float]], _says("Numbers of each tier by name.")]
-    segments: Annotated[int, _says("Compiled segments.")]
-    registry: Annotated[Literal["memory", "file"], _says("`file`: ids survive a restart.")]
-    catalogue: Annotated[
-        Literal["memory", "file"], _says("Former name of `registry`; goes with the next release.")
+    tiers: Annotated[
+        dict[str, dict[str, float]], _says("Numbers of the pool and of each tier, by the tier's name.")
     ]
+    segments: Annotated[int, _says("Number of compiled segments.")]
+    registry: Annotated[Literal["memory", "file"], _says("`memory`, or `file`, where ids survive a restart.")]
+    catalogue: Annotated[Literal["memory", "file"], _says("Former name of `registry`, for one more release.")]

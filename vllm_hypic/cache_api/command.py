@@ -34,9 +34,19 @@ class _Session:
 
 
 SERVER_OPTIONS = (
-    click.option("--url", envvar="HYPIC_URL", default="http://127.0.0.1:8000", show_default=True),
+    click.option(
+        "--url",
+        envvar="HYPIC_URL",
+        default="http://127.0.0.1:8000",
+        show_default=True,
+        help="The server's address.  [env: HYPIC_URL]",
+    ),
     click.option("--api-key", envvar="VLLM_API_KEY", help="The server's --api-key.  [env: VLLM_API_KEY]"),
-    click.option("--salt", envvar="HYPIC_CACHE_SALT", help="Tenant: cache_salt of its requests."),
+    click.option(
+        "--salt",
+        envvar="HYPIC_CACHE_SALT",
+        help="The tenant: cache_salt of its requests.  [env: HYPIC_CACHE_SALT]",
+    ),
     click.option("--timeout", default=600.0, show_default=True, help="Seconds to wait for an answer."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables."),
 )
@@ -90,13 +100,17 @@ def _command(function: Callable[Concatenate[_Session, P], None]) -> Callable[P, 
 @click.option(
     "--file",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    help="- for stdin.",
+    help="File with the text; - for the standard input.",
 )
 @click.option("--tokens", help="Token ids as a JSON list.")
 @click.option("--message", help='A chat message as JSON: {"role": "system", "content": "..."}.')
-@click.option("--role", type=click.Choice(["leading", "interior"]))
-@click.option("--ttl", type=float, help="Seconds to live.")
-@click.option("--pin", is_flag=True, help="Keep its record in the pool.")
+@click.option(
+    "--role",
+    type=click.Choice(["leading", "interior"]),
+    help="Place of the segment; by default leading for system and developer messages, else interior.",
+)
+@click.option("--ttl", type=float, help="Seconds until the segment expires.")
+@click.option("--pin", is_flag=True, help="Keep the segment's record in the pool.")
 @_command
 def compile_(
     session: _Session,
@@ -128,7 +142,7 @@ def compile_(
 @cache.command("list")
 @_command
 def list_(session: _Session) -> None:
-    """All segments of the tenant, the newest first."""
+    """List the tenant's segments, the newest first."""
     segments = sorted(session.cache.list(), key=lambda s: s.created, reverse=True)
     if session.as_json:
         print_json(to_builtins(segments))
@@ -138,10 +152,10 @@ def list_(session: _Session) -> None:
 
 @cache.command("show")
 @click.argument("segment_id")
-@click.option("--content", is_flag=True, help="With its text and tokens.")
+@click.option("--content", is_flag=True, help="Also print the segment's text and tokens.")
 @_command
 def show(session: _Session, segment_id: str, content: bool) -> None:
-    """One segment."""
+    """Print one segment."""
     _show(session, session.cache.get(segment_id, content=content))
 
 
@@ -166,7 +180,7 @@ def unpin(session: _Session, segment_id: str) -> None:
 @click.argument("seconds")
 @_command
 def ttl(session: _Session, segment_id: str, seconds: str) -> None:
-    """Let a segment live SECONDS from now; "never": until it is deleted."""
+    """Let a segment expire SECONDS from now, or "never"."""
     try:
         ttl_s = None if seconds == "never" else float(seconds)
     except ValueError:
@@ -178,7 +192,7 @@ def ttl(session: _Session, segment_id: str, seconds: str) -> None:
 @click.argument("segment_ids", nargs=-1, required=True)
 @_command
 def delete(session: _Session, segment_ids: tuple[str, ...]) -> None:
-    """Forget segments and their records."""
+    """Delete segments and their records."""
     deleted = [session.cache.delete(segment_id) for segment_id in segment_ids]
     if session.as_json:
         print_json(to_builtins(deleted))
@@ -190,7 +204,7 @@ def delete(session: _Session, segment_ids: tuple[str, ...]) -> None:
 @cache.command("stats")
 @_command
 def stats(session: _Session) -> None:
-    """Numbers of the tiers, all tenants together."""
+    """Print numbers of the tiers, over all tenants."""
     found = session.cache.stats()
     if session.as_json:
         print_json(to_builtins(found))

@@ -32,10 +32,10 @@ _VISIBLE = {c: 0x2400 + c for c in range(32) if c not in b"\t\n"} | dict.fromkey
 def explain(
     file: Any, url: str, api_key: str | None, salt: str | None, timeout: float, as_json: bool
 ) -> None:
-    """Print what the request in FILE ("-": stdin) would be now: its parts, and what is cached.
+    """Print the parts of the request in FILE ("-" for stdin), and which of them are cached now.
 
-    FILE holds the JSON body of a chat or completion request, or a prompt as plain text.  Nothing is
-    generated.  The server must run with VLLM_PLUGINS=hypic,hypic_cache.
+    FILE holds the JSON body of a chat or completion request, or a prompt as plain text. The
+    server generates nothing. It must run with VLLM_PLUGINS=hypic,hypic_cache.
     """
     try:
         text = file.read()

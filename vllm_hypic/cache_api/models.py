@@ -26,7 +26,7 @@ Ttl = Annotated[
         ge=MIN_TTL_S,
         le=MAX_TTL_S,
         allow_inf_nan=False,
-        description="Seconds to live from now; null: until deleted.",
+        description="Seconds to live from now; with null the segment lives until it is deleted.",
     ),
 ]
 CacheSalt = Annotated[
@@ -34,7 +34,7 @@ CacheSalt = Annotated[
     Field(
         min_length=1,
         max_length=128,
-        description="The tenant, as in vLLM's own requests: a salt's ids and records are unknown to others.",
+        description="The tenant, as in vLLM's own requests. Other tenants find none of its ids and records.",
     ),
 ]
 
@@ -73,26 +73,28 @@ class CompileRequest(_Request):
     )
 
     text: str | None = Field(
-        default=None, min_length=1, description="The segment as text, without separators."
+        default=None, min_length=1, description="Text of the segment, without separators."
     )
     tokens: list[TokenId] | None = Field(
         default=None,
         min_length=1,
-        description="The segment as token ids, without separators. A leading one begins with what the "
-        "tokenizer puts before every text.",
+        description="Token ids of the segment, without separators. A leading segment begins with the tokens "
+        "that the tokenizer puts before every text.",
     )
     message: MessagePart | None = Field(
         default=None,
-        description="The segment as a chat message. A leading one is compiled with what the chat template "
-        "puts around it; an interior one is its content.",
+        description="Chat message of the segment. A leading segment is compiled with what the chat template "
+        "puts around the message; an interior segment is the message's content.",
     )
     role: Role | None = Field(
         default=None,
-        description="`interior`: usable anywhere in a prompt. `leading`: the first thing in a prompt or "
-        "chat, cached whole. Default: `leading` for system and developer messages, else `interior`.",
+        description="`interior`: usable anywhere in a prompt. `leading`: first in a prompt or chat, cached "
+        "whole. The default is `leading` for system and developer messages, else `interior`.",
     )
     ttl_s: Ttl = None
-    pinned: bool = Field(default=False, description="Keep its record in the pool, whatever else needs room.")
+    pinned: bool = Field(
+        default=False, description="Keep the segment's record in the pool, whatever else needs room."
+    )
     cache_salt: CacheSalt = None
 
     @model_validator(mode="after")
@@ -110,7 +112,9 @@ class CompileRequest(_Request):
 class ChangeRequest(_Request):
     """What to change; what is left out stays."""
 
-    pinned: bool | None = Field(default=None, description="Pinning computes the record again if it is gone.")
+    pinned: bool | None = Field(
+        default=None, description="Pin or unpin the record; pinning computes a record that is gone again."
+    )
     ttl_s: Ttl = None
     cache_salt: CacheSalt = None
 
@@ -120,8 +124,8 @@ class WeightsRequest(_Request):
 
     name: str = Field(
         max_length=128,
-        description="The same name for the same weights on every server. Empty: those that the server was "
-        "started with.",
+        description="Name of the weights, equal on every server that has them. Empty: the weights that the "
+        "server started with.",
     )
 
 
@@ -168,7 +172,7 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
         400: "A value is not allowed; the message names it.",
         404: "The id is unknown or has expired; the message names it.",
         409: "The record cannot be pinned, or the tenant has too many segments.",
-        501: "The engine is not configured for it.",
+        501: "The engine is not configured for the route; the message says why.",
         503: "The engine or the segment registry cannot answer now.",
     }
     return {status: {"model": ErrorAnswer, "description": says[status]} for status in statuses}

@@ -114,10 +114,10 @@ def command_failed(request: Request, error: Exception) -> JSONResponse:
 async def compile_segment(
     body: CompileRequest, request: Request, control: ControlOf, header: Salt
 ) -> Response:
-    """Compute the segment's record and give it an id; answers when the record is resident.
+    """Compute the segment's record and give the segment an id. Answers when the pool holds the record.
 
-    The same tokens in the same place have the same id for the same tenant; `ttl_s` and `pinned`, where given,
-    are applied to it.
+    The same tokens in the same place have the same id for the same tenant. `ttl_s` and `pinned`, where given,
+    apply to the segment that exists.
     """
     salt = _salt(header, body.cache_salt)
     segment = await compilable(body, control, request)
@@ -135,10 +135,12 @@ async def compile_segment(
 async def list_segments(
     control: ControlOf,
     header: Salt,
-    after: Annotated[str, Query(description="`next` of the page before.", max_length=MAX_ID)] = "",
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most segments of a page.")] = 100,
+    after: Annotated[
+        str, Query(description="The field `next` of the previous page.", max_length=MAX_ID)
+    ] = "",
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Most segments of one page.")] = 100,
 ) -> Response:
-    """The tenant's own segments, page by page."""
+    """List the tenant's own segments, page by page."""
     return encoded(await control.send(Page(after, limit), SegmentPage, _salt(header)))
 
 
@@ -151,8 +153,9 @@ async def show_segment(
     segment_id: SegmentId,
     control: ControlOf,
     header: Salt,
-    content: Annotated[bool, Query(description="With its text and tokens.")] = False,
+    content: Annotated[bool, Query(description="Also answer with the segment's text and tokens.")] = False,
 ) -> Response:
+    """Show one segment of the tenant."""
     return encoded(await control.send(Show(segment_id, content), Segment, _salt(header)))
 
 
@@ -165,6 +168,7 @@ async def show_segment(
 async def change_segment(
     segment_id: SegmentId, body: ChangeRequest, control: ControlOf, header: Salt
 ) -> Response:
+    """Pin or unpin a segment, or change its time to live."""
     salt = _salt(header, body.cache_salt)
     ttl_s = body.ttl_s if "ttl_s" in body.model_fields_set else UNSET
     if not body.pinned:
@@ -182,15 +186,16 @@ async def change_segment(
     summary="Delete a segment",
 )
 async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt) -> Response:
-    """Forget the id, and its record in the pool and all tiers; answers with the segment as it was.
+    """Delete the id, and the segment's record in the pool and in all tiers. Answers with the former segment.
 
-    Requests that use the record now are answered still.
+    Requests that use the record now go on with it.
     """
     return encoded(await control.send(Delete(segment_id), Segment, _salt(header)))
 
 
 @router.get("/stats", responses=answer(CacheStats) | error_answers(503), summary="Numbers of the tiers")
 async def stats(control: ControlOf) -> Response:
+    """Answer with numbers of the pool and of each tier, over all tenants."""
     return encoded(await control.send(Report(), CacheStats, None))
 
 
@@ -198,13 +203,13 @@ async def stats(control: ControlOf) -> Response:
     "/describe", responses=answer(Description) | error_answers(501, 503), summary="What a router must know"
 )
 async def describe(control: ControlOf) -> Response:
-    """501 where the engine runs without the option section `segment_parallel`."""
+    """Answer with what a router must know of this server; 501 without the section `segment_parallel`."""
     return encoded(await control.send(Describe(), Description, None))
 
 
 @router.get("/health", responses=error_answers(503), summary="Whether commands are answered")
 async def health(control: ControlOf) -> HealthInfo:
-    """Goes through the scheduler, as every command does."""
+    """Answer 200 when the scheduler has answered a command."""
     await control.send(Report(), CacheStats, None)
     return HealthInfo(status="ok")
 
@@ -218,15 +223,15 @@ async def health(control: ControlOf) -> HealthInfo:
 async def explain(
     body: Annotated[
         dict[str, Any],
-        Body(description="Of `/v1/chat/completions` (with `messages`) or `/v1/completions` (with `prompt`)."),
+        Body(description="Body of `/v1/chat/completions` (`messages`) or `/v1/completions` (`prompt`)."),
     ],
     request: Request,
     control: ControlOf,
     header: Salt,
 ) -> Response:
-    """The parts of its prompt, their records, and what would be computed now.
+    """Answer with the parts of a request's prompt, their records, and what the engine would compute now.
 
-    The request is rendered, cut and planned as ever, and nothing of it is run or cached.
+    The server renders, cuts and plans the request as usual, but neither runs nor caches anything.
     """
     if (salt := _salt(header, body.get("cache_salt"))) is not None:
         body = {**body, "cache_salt": salt}
@@ -236,7 +241,10 @@ async def explain(
 
 @router.get("/explain", response_class=HTMLResponse, summary="A page to explain requests with")
 async def explain_page() -> Response:
-    """Holds no data: what is typed there is sent to `POST /v1/hypic/explain`."""
+    """A page that sends what is typed there to `POST /v1/hypic/explain`; the page itself holds no data.
+
+    The same page is at `/hypic/explain`, where the server asks for no API key.
+    """
     return HTMLResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
@@ -252,8 +260,9 @@ page_router.add_api_route("/hypic/explain", explain_page, response_class=HTMLRes
     summary="Say which weights these are",
 )
 async def name_weights(body: WeightsRequest, control: ControlOf) -> Response:
-    """After a reset, when all servers have the same weights again: they then share records as before.
+    """Name the engine's weights after a reset: servers with equal names share records again.
 
-    Requests that live end on the records they have; none of those is found under another name.
+    Only with `VLLM_SERVER_DEV_MODE=1`. Running requests finish with the records that they have; later
+    requests find these records under no other name.
     """
     return encoded(await control.send(NameWeights(body.name), Weights, None))

@@ -28,7 +28,7 @@ REFUSED, UNKNOWN = 1, 3
 @click.command()
 @click.argument("model")
 @click.option(
-    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
+    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="Options of the plugin, as JSON."
 )
 @click.option(
     "--engine-args",
@@ -42,7 +42,7 @@ REFUSED, UNKNOWN = 1, 3
     type=click.FloatRange(0, min_open=True),
     default=4.0,
     show_default=True,
-    help="Size of the public pool that is spoken of; pool_bytes of --hypic goes before it.",
+    help="Size of the pool in the answer; pool_bytes of --hypic takes precedence.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.pass_context
@@ -54,13 +54,12 @@ def check(
     pool_gib: float,
     as_json: bool,
 ) -> None:
-    """Say of each kind of layer of MODEL, a folder, a name in the hub's cache or a GGUF file, whether it is
-    served on this platform, and what segments take.
+    """Say which layers of MODEL this platform serves, and how many bytes a segment takes in each.
 
-    Its configuration alone is read: no weights, and nothing is started. Rotary embeddings are looked at when
-    the engine starts, which refuses those that it cannot undo.
+    MODEL is a folder, a name in the hub's cache, or a GGUF file. The command reads the configuration alone:
+    it reads no weights and starts no engine. The engine checks rotary embeddings when it starts.
 
-    Exit code: 0 served, 1 refused, 2 usage, 3 vLLM itself makes nothing of it here.
+    Exit code: 0 served, 1 refused, 2 usage, 3 vLLM itself cannot build the model here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
     try:

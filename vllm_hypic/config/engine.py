@@ -10,10 +10,10 @@ from pydantic import Field, PlainValidator, SkipValidation
 from ..primitives.context import context_text
 from ..primitives.learned import SUFFIX, LearnedContext, read_learned
 from ..primitives.options import LinkDefaults
-from ..primitives.policies import parse_link
+from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .gate import GateConfig
-from .schema import Allowed, ConfigSection, Natural, Number, Positive, options
+from .schema import Allowed, ConfigSection, Form, Natural, Number, Positive, options
 from .segment_parallel import SegmentParallelConfig
 from .segmenting import SegmentingConfig
 from .store import StoreConfig
@@ -61,69 +61,84 @@ class HypicConfig(ConfigSection):
     the latter wins.
     """
 
-    link: Annotated[str, SkipValidation] = "hypic"
+    link: Annotated[str, SkipValidation, Form("a link method")] = "hypic"
     """Link method of requests that name none."""
-    seam_tokens: Annotated[int, SkipValidation] = 8
-    """Seam window ``w``: tokens recomputed on either side of a segment boundary."""
-    context: Annotated[str, SkipValidation] = AUTO
-    """What a segment's record has seen: see :data:`.primitives.policies.CONTEXTS`; ``auto``: see
-    :meth:`for_model`."""
-    islands: Annotated[str, SkipValidation] = AUTO
-    """Windows inside segments that are recomputed, chosen by the query: ``query-10`` recomputes 10 %,
-    ``query-10-96`` also 96 tokens where that is more; ``auto``: see :meth:`for_model`."""
-    context_file: str | None = None
-    """Text of the context ``text``; ``None``: the one that comes with the plugin.  A ``.safetensors`` file
-    that ``vllm-hypic tune`` wrote is the context ``learned``."""
+    seam_tokens: Annotated[int, SkipValidation, Form(f"an integer from 0 to {MAX_SEAM_TOKENS}")] = 8
+    """Seam window ``w`` of the link methods ``hypic`` and ``naive``: tokens recomputed on either side of a
+    segment boundary."""
+    context: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *CONTEXTS))}")] = AUTO
+    """What segments are computed behind, in requests that name no context. ``auto`` is ``text`` with the link
+    method ``hypic`` on models of softmax attention alone whose tokenizer can be read, or ``learned`` where
+    ``context_file`` is a trained context; elsewhere ``auto`` is ``none``."""
+    islands: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *ISLANDS))}")] = AUTO
+    """Windows inside segments that are recomputed, in requests that name no islands. ``query-10`` recomputes
+    10 % of the tokens that records serve, ``query-10-96`` at least 96 tokens, up to half of them. ``auto`` is
+    ``query-15-96`` with the link method ``hypic`` on models of softmax attention alone whose tokenizer can be
+    read; elsewhere ``auto`` is ``none``."""
+    context_file: Annotated[str, Form("a path, or null")] | None = None
+    """File of the context: a UTF-8 text for ``text``, or the ``.safetensors`` file that ``vllm-hypic tune``
+    wrote for ``learned``. ``null`` is the text that comes with the plugin. Records behind different contexts
+    are different records."""
     min_segment_tokens: Positive = 32
-    """A segment whose interior is shorter is computed in the stream."""
+    """A segment with fewer cacheable tokens is computed in the stream. Models with short convolutions need at
+    least 2, the reach of the convolution."""
     checkpoint_tokens: Natural = 0
-    """Tokens between two checkpoints of a record, from which that of a segment that begins alike is resumed;
-    0: records have none."""
+    """Tokens between two checkpoints of a record: a multiple of ``page_tokens``, or 0 for no checkpoints. A
+    segment that begins like a cached segment is computed from the last checkpoint that both share."""
     checkpoints: Natural = 8
-    """Checkpoints of a record that are kept, at most, in models with linear layers, where each takes the room
-    of a state."""
+    """Most checkpoints that a record keeps, in models with linear layers. Each checkpoint takes the room of a
+    state."""
     prefix: Annotated[Literal["stock", "sparse"], Allowed()] = "stock"
-    """What caches prefixes of prompts without segments: vLLM, or our pool, in pages of ``page_tokens``."""
+    """Cache for the prefixes of prompts without segments: ``stock`` is vLLM's own, ``sparse`` is the pool, in
+    pages of ``page_tokens``."""
     page_tokens: Positive = 64
-    """Tokens in one page of the public pool."""
+    """Tokens in one page of the pool."""
     pool_bytes: Positive | None = None
-    """Bytes of the public pool per worker; ``None``: ``pool_fraction`` of the KV memory."""
+    """Bytes of the pool in each worker; with ``null``, ``pool_fraction`` decides."""
     pool_fraction: Annotated[Number, Field(gt=0, lt=1), Allowed("a number between 0 and 1")] = 0.25
-    """Share of the KV memory that the public pool takes when ``pool_bytes`` is not given."""
+    """Share of the KV memory that the pool takes when ``pool_bytes`` is null. With
+    ``--kv-cache-memory-bytes`` the pool comes on top of that memory."""
     expected_segment_tokens: Positive = 1024
-    """Segment length at which pages and state slots of the pool run out together."""
+    """Segment length at which the pool's pages and its slots for states run out together. On CPU with
+    ``prefix`` ``sparse`` pages and slots are one memory, and the option only sizes the memory for
+    transitions."""
     expected_live_heads: Part = 0.5
-    """Share of linear-attention heads whose transition has not died out by a segment's end, at which its
-    storage runs out together with pages and slots: long segments and forgetful models have fewer."""
+    """Share of linear-attention heads with a transition to store at a segment's end, at which the memory for
+    transitions runs out together with pages and slots. Long segments and forgetful models have fewer."""
     dead_transition: Share = 2.0**-25
-    """A head whose transition has no larger entry is dead: its transition is neither stored nor applied. The
-    default is what rounds to zero in storage."""
+    """A transition whose largest entry is at most this number counts as zero: the engine neither stores nor
+    applies the transition. The default is the largest number that rounds to zero in storage."""
     state_dtype: Annotated[Literal["float32", "float16"], Allowed()] = "float32"
-    """Type of the states S in records; ``float16`` halves their bytes (``pool/narrow_states.py``)."""
+    """Type of the states of linear layers in records, on CPU. ``float16`` halves the bytes of states in the
+    pool and in tiers. K and V of records follow ``--kv-cache-dtype``."""
     store: StoreConfig = field(default_factory=StoreConfig)
-    """Tiers behind the pool, and what leaves pool and tiers first: see :class:`.store.StoreConfig`."""
+    """Tiers behind the pool, and the eviction policy of pool and tiers."""
     max_pinned_fraction: Share = 0.5
     """Share of the pool that pinned records may take."""
     max_request_fraction: Part = 1.0
-    """Share of the pool that one request's records may take; the rest of it is computed in the stream."""
+    """Share of the pool that the records of one request may take. Further segments of the request are
+    computed in the stream."""
     max_tenant_fraction: Part = 1.0
-    """Share of the pool that the records of one tenant's requests may take together; its next request waits
-    for one of them to end, and lets those of other tenants go on.  A tenant pins no more, either."""
+    """Share of the pool that the records of one tenant's requests may take together, while the requests run.
+    The tenant's next request waits; requests of other tenants go on. The tenant's pinned records and each
+    single request have the same limit."""
     max_tenant_segments: Positive = 10_000
-    """Compiled segments that one tenant may have."""
+    """Most compiled segments, each with an id, that one tenant may have."""
     segment: SegmentingConfig = field(default_factory=SegmentingConfig)
-    """How segments of prompts without separators are found: see :class:`.segmenting.SegmentingConfig`."""
+    """How the engine finds segments in prompts without separators."""
     segment_parallel: SegmentParallelConfig | None = None
-    """Where records of other instances are received, and who may send them: see
-    :class:`.segment_parallel.SegmentParallelConfig`; ``None``: this engine neither takes nor gives any."""
+    """Addresses at which the engine receives records of other instances; with ``null`` the engine neither
+    sends nor receives records."""
     gate: GateConfig = field(default_factory=GateConfig)
-    """What is asked of the model's sign-off when the engine starts: see :class:`.gate.GateConfig`."""
-    tokens: Annotated[PrimitiveTexts, PlainValidator(_texts)] = field(default_factory=PrimitiveTexts)
-    """Text forms of separator, PDep and padding."""
-    token_ids: Annotated[PrimitiveIds, PlainValidator(_ids)] | None = None
-    """Their ids; needed only with ``skip_tokenizer_init``."""
+    """What the engine asks of the model's sign-off when it starts."""
+    tokens: Annotated[PrimitiveTexts, PlainValidator(_texts), Form("an object")] = field(
+        default_factory=PrimitiveTexts
+    )
+    """Texts of the separator, of PDep and of padding."""
+    token_ids: Annotated[PrimitiveIds, PlainValidator(_ids), Form("an object, or null")] | None = None
+    """Token ids of the separator, of PDep and of padding; needed only with ``skip_tokenizer_init``."""
     dummy_token: Natural | None = None
-    """Token put before a segment by ``epic-0``; ``None``: the segment's own first token."""
+    """Token that the link method ``epic-0`` puts before a segment; ``null`` is the segment's first token."""
 
     def __post_init__(self) -> None:
         named = ("none" if option == AUTO else option for option in (self.context, self.islands))

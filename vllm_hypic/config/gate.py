@@ -16,9 +16,9 @@ class GateConfig(ConfigSection):
     section = "gate"
 
     require: Annotated[Literal["off", "warn", "go"], Allowed()] = "warn"
-    """``warn``: one line of the log tells when the model has no sign-off, or one that is no go; ``go``: such
-    a model is not served; ``off``: nobody looks."""
+    """``warn`` logs one line when the model has no sign-off, or a sign-off that is no go; ``go`` refuses to
+    serve such a model; ``off`` does not look for a sign-off."""
     folder: PathText | None = None
-    """Folder of sign-offs; ``None``: :func:`~.signoff.default_folder`."""
+    """Folder of sign-offs; with ``null`` the folder that ``vllm-hypic gate`` writes to by default."""
     choose: Annotated[StrictBool, Allowed("true or false")] = False
-    """Take the cheapest context and islands that are a go, instead of the ones that are named."""
+    """Serve with the cheapest context and islands that are signed off as go, not with the configured ones."""

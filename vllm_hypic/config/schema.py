@@ -42,6 +42,13 @@ class Allowed:
         return core_schema.custom_error_schema(schema, "expected", custom_error_message=text)
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The values that a field may hold, where a validator of its own refuses others: for readers alone."""
+
+    text: str
+
+
 Natural = Annotated[StrictInt, Field(ge=0), Allowed("an integer >= 0")]
 Positive = Annotated[StrictInt, Field(ge=1), Allowed("an integer >= 1")]
 Number = StrictInt | StrictFloat

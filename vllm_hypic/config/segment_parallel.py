@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, StrictInt
 
-from .schema import Allowed, ConfigSection, Number, PathText, Seconds, expected, options, refuse
+from .schema import Allowed, ConfigSection, Form, Number, PathText, Seconds, expected, options, refuse
 
 _URL = re.compile(
     r"tcp://(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9._-]{1,253})):(?P<port>[0-9]{1,5})"
@@ -90,7 +90,7 @@ def _parsed(url: Any) -> str:
     return str(url)
 
 
-Url = Annotated[str, PlainValidator(_parsed)]
+Url = Annotated[str, PlainValidator(_parsed), Form("tcp://ADDRESS:PORT, port 1 to 65535")]
 
 
 @options
@@ -101,30 +101,32 @@ class SegmentParallelConfig(ConfigSection):
     missing = "expected tcp://ADDRESS:PORT"
 
     listen: Url
-    """``tcp://ADDRESS:PORT``, where records of other instances are received; of several ranks by the first,
-    and by the others at the ports that follow."""
+    """Address at which the engine receives records of other instances. With several ranks the first rank
+    listens here, and the others at the ports that follow."""
     events: Url
-    """``tcp://ADDRESS:PORT``, where changes of what is cached here are published."""
+    """Address at which the engine publishes changes of what it caches."""
     advertise: Url | None = None
-    """What others are told instead of ``listen``: behind NAT, or bound to all interfaces."""
+    """Address that other instances are told instead of ``listen``, behind NAT or when bound to all
+    interfaces."""
     advertise_events: Url | None = None
-    """What others are told instead of ``events``."""
+    """Address that other instances are told instead of ``events``."""
     secret_file: PathText | None = None
-    """File with a secret that all instances and routers share.  Without, only loopback is served, and the
-    routers and instances of one user on this machine share one that they make."""
+    """File with the secret that all instances and routers share; required unless both addresses are loopback.
+    With ``null`` the instances and routers of one user on one machine share a secret that they make
+    themselves."""
     deadline_s: Seconds = 120.0
-    """Longest that a request waits for remote segments when it names no other time, in seconds."""
+    """Longest time that a request waits for records of other instances, in seconds."""
     max_awaited_fraction: Annotated[Number, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = 0.5
-    """Share of the pool in which records of others are awaited; what is more is computed here.  One request
-    alone may await more: every plan fits the empty pool."""
+    """Share of the pool in which the engine awaits records of other instances; further records are computed
+    here. One request alone may await all that it needs."""
     transport: Annotated[Literal["tcp", "nixl"], Allowed("tcp or nixl")] = "tcp"
-    """``tcp``, or ``nixl``: records travel over NIXL between instances that both say so."""
+    """``tcp``, or ``nixl``: records travel over NIXL between two instances that both say so."""
     nixl_bytes: Annotated[
         StrictInt,
         Field(ge=1 << 20, le=1 << 40),
         Allowed("a number of bytes from 1048576 to 1099511627776"),
     ] = 256 << 20
-    """Size of each of the two buffers that NIXL reads from and into; longer records travel over TCP."""
+    """Size of each of the two buffers that NIXL reads and writes; a longer record travels over TCP."""
 
     def __post_init__(self) -> None:
         listen = self._served("listen", self.listen, "advertise", self.advertise)

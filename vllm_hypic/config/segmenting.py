@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 from ..primitives.places import pattern
 from ..primitives.segmenter import SegmentMode
-from .schema import Allowed, ConfigSection, Natural, Positive, Text, options
+from .schema import Allowed, ConfigSection, Form, Natural, Positive, Text, options
 
 
 def _known(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -27,23 +27,25 @@ class SegmentingConfig(ConfigSection):
     section = "segment"
 
     mode: Annotated[SegmentMode, Allowed()] = "off"
-    """``structure``: tools, documents and parts of messages of a chat request, other prompts as by ``text``;
-    ``text``: cut where ``patterns`` match; ``cdc``: at ends of lines and sentences that the text itself
-    chooses; ``off``: separators alone cut."""
-    patterns: Annotated[tuple[Text, ...], AfterValidator(_known)] = (
+    """``structure`` cuts a chat request at tools, documents and parts of messages, and other prompts as
+    ``text`` does; ``text`` cuts where ``patterns`` match; ``cdc`` cuts at ends of lines and sentences that
+    the text itself determines; ``off`` cuts at separators alone."""
+    patterns: Annotated[tuple[Text, ...], AfterValidator(_known), Form("a list of names or patterns")] = (
         *("documents", "json-lines", "rules", "titles", "indents", "blank-lines"),
     )
-    """What mode ``text`` looks for, the best places first: names of presets, or patterns of RE2.  A group
-    ``segment`` is a segment; others cut at their first group that matches, or else behind the match."""
+    """Cuts of the mode ``text``, the preferred ones first: names of presets, or patterns of RE2. A group
+    named ``segment`` is a segment; any other pattern cuts at its first group that matches, or else behind the
+    match."""
     min_tokens: Positive = 128
-    """Pieces that are shorter are computed in the stream."""
+    """A shorter piece is computed in the stream."""
     mean_tokens: Positive = 2048
-    """Mean length of the pieces that mode ``cdc`` makes; two cuts are further apart than half of it."""
+    """Mean length of the pieces of the mode ``cdc``. Two cuts are more than half of this length apart."""
     query_tokens: Natural = 128
-    """The question is looked for in so many tokens at the end of the last message: a piece most of which lies
-    there is computed in the stream.  0: there is none, and the message's end is a piece like others."""
+    """Tokens at the end of the last message in which the question is looked for. A piece that lies mostly in
+    these tokens is computed in the stream. With 0 the end of the message is a piece like any other, except
+    its last word."""
     newest_tokens: Natural = 512
-    """The user's last message, and each later message, stays in the stream up to this length.  The end of a
-    request is therefore exact.  Longer messages are cut."""
+    """The user's last message, and each later message, stays in the stream up to this length, so the end of a
+    request is exact. A longer message is cut."""
     max_segments: Positive = 256
-    """Segments of one prompt; what comes behind them is computed in the stream."""
+    """Most segments of one prompt; the rest of the prompt is computed in the stream."""

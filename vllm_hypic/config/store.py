@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 from .schema import (
     Allowed,
     ConfigSection,
+    Form,
     PathText,
     Seconds,
     Text,
@@ -53,7 +54,7 @@ def _without_password(url: str) -> str:
     return url
 
 
-Size = Annotated[int, PlainValidator(_bytes)]
+Size = Annotated[int, PlainValidator(_bytes), Form('an integer >= 1, or a size like "20GB" or "512MiB"')]
 Shared = Annotated[
     StrictBool | Annotated[StrictStr, Field(pattern=_LABEL)],
     Allowed(f"true, false, or what all engines call the tier: {_LABEL_FORM}"),
@@ -68,7 +69,9 @@ class TierConfig:
     """Options that all tiers have.  ``name`` labels the tier's metrics; the default is its type."""
 
     type: ClassVar[str]
-    name: Text = ""
+    name: Annotated[Text, Form(f"{_LABEL_FORM}; not queue or pool")] = ""
+    """Label of the tier's metrics; the default is the tier's type. Two tiers of one type need different
+    names."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -81,6 +84,7 @@ class MemoryConfig(TierConfig):
 
     type: ClassVar[str] = "memory"
     bytes: Size
+    """Budget of the tier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +93,15 @@ class DiskConfig(TierConfig):
 
     type: ClassVar[str] = "disk"
     path: Text
+    """Folder of the tier, made if it is missing. Other files in the folder stay as they are."""
     bytes: Size
+    """Budget of the tier: bytes of records, without the file system's blocks."""
     durable: Annotated[StrictBool, Allowed("true or false")] = True
-    """Survive a power cut, not only a killed process."""
+    """Records survive a power cut (``fsync``). With false they survive a killed process only."""
     shared: Shared = False
-    """See :attr:`RedisConfig.shared`.  Also what other engines write there from now on is found: every
-    look-up then reads from the file system.  Without, what the folder held at the start and what this engine
-    wrote is found."""
+    """Other engines use the folder, too, and records of segment parallelism may travel through it. Every
+    look-up then reads from the file system; without this option the engine finds what the folder held at the
+    start and what itself wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +109,21 @@ class RedisConfig(TierConfig):
     """A Redis server."""
 
     type: ClassVar[str] = "redis"
-    url: Annotated[Text, AfterValidator(_without_password)]
+    url: Annotated[
+        Text,
+        AfterValidator(_without_password),
+        Form("a redis://, rediss:// or unix:// URL without a password"),
+    ]
+    """Server, database and, where needed, user."""
     password_file: PathText | None = None
-    """A file that holds the password, white space around it apart."""
+    """File with the password; white space around the password is ignored."""
     password_env: Text | None = None
-    """The environment variable that holds it."""
+    """Environment variable with the password, instead of a file."""
     ttl_s: Seconds | None = None
-    """Seconds until the server drops an object that was given no expiry."""
+    """Seconds until the server drops a record that has no expiry of its own, at least 0.001."""
     shared: Shared = False
-    """Records of segment parallelism may go from one engine to another through this tier.  Both must call it
-    the same: by its address (true), or by the name given here."""
+    """Records of segment parallelism may travel from engine to engine through this tier. All engines must
+    name the tier alike: by its address (true), or by the name given here."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,9 +136,10 @@ class LMCacheConfig(TierConfig):
     """LMCache inside the worker's process: its own memory, and adapters below it."""
 
     type: ClassVar[str] = "lmcache"
-    l1_bytes: Size
+    l1_bytes: Annotated[Size, Form('a size of at least "1MiB"')]
+    """Memory of LMCache, allocated at the start."""
     l2: Adapters = ()
-    """LMCache's own options of each adapter, as they are."""
+    """LMCache's own options of each adapter, such as ``fs_native`` with its ``base_path``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,18 +147,20 @@ class LMCacheServerConfig(TierConfig):
     """An LMCache server."""
 
     type: ClassVar[str] = "lmcache"
-    url: Text
-    """``tcp://host:port``"""
+    url: Annotated[Text, Form("tcp://HOST:PORT or grpc://HOST:PORT")]
+    """Address of an LMCache server that runs the module ``vllm_hypic.store.tiers.lmcache_module``."""
     shared: Shared = False
-    """See :attr:`RedisConfig.shared`."""
+    """Records of segment parallelism may travel from engine to engine through this tier. All engines must
+    name the tier alike: by its address (true), or by the name given here."""
 
 
-_TYPES: dict[str, tuple[type[TierConfig], ...]] = {
+TIERS: dict[str, tuple[type[TierConfig], ...]] = {
     "memory": (MemoryConfig,),
     "disk": (DiskConfig,),
     "redis": (RedisConfig,),
     "lmcache": (LMCacheConfig, LMCacheServerConfig),
 }
+"""Options of a tier by its ``type``; of two, the last is that with a ``url``."""
 
 
 def _tier(given: object) -> TierConfig:
@@ -154,9 +168,9 @@ def _tier(given: object) -> TierConfig:
         raise expected('an object like {"type": "memory", "bytes": "20GB"}')
     values = dict(plain(given))
     kind = values.pop("type", None)
-    if not isinstance(kind, str) or kind not in _TYPES:
-        refuse("type", kind, f"one of {', '.join(_TYPES)}")
-    made = _TYPES[kind][-1 if "url" in values else 0]
+    if not isinstance(kind, str) or kind not in TIERS:
+        refuse("type", kind, f"one of {', '.join(TIERS)}")
+    made = TIERS[kind][-1 if "url" in values else 0]
     if "shared" in values and "shared" not in [f.name for f in fields(made)]:
         able = "a tier that other engines can reach (disk, redis, or lmcache with url)"
         refuse("shared", values["shared"], able)
@@ -185,25 +199,29 @@ class StoreConfig(ConfigSection):
 
     section = "store"
 
-    tiers: Annotated[tuple[Annotated[TierConfig, PlainValidator(_tier)], ...], BeforeValidator(_listed)] = ()
-    """Fastest first.  None: records live in the pool alone."""
+    tiers: Annotated[
+        tuple[Annotated[TierConfig, PlainValidator(_tier)], ...],
+        BeforeValidator(_listed),
+        Form("a list of objects with different names"),
+    ] = ()
+    """Tiers behind the pool, fastest first; without tiers, records live in the pool alone."""
     eviction: Annotated[Literal["flop-aware", "lru"], Allowed()] = "flop-aware"
-    """What leaves a full tier first."""
+    """Policy that chooses what a full ``memory`` or ``disk`` tier, and the pool, evicts first."""
     admission: Annotated[
         Literal["cache-value", "always"],
         Allowed(),
         BeforeValidator(lambda given: "cache-value" if given == "worth" else given),
     ] = "cache-value"
-    """``cache-value``: a record of less value than what would have to leave is not kept.  ``worth``, its
-    former name, is still understood."""
+    """``cache-value`` keeps a record only if it is worth more than what it would evict; ``always`` keeps
+    every record. ``worth`` is the former name of ``cache-value``, and is still understood."""
     deadline_s: Seconds = 5.0
-    """A fetch ends within so many seconds; then the segment is computed."""
+    """Longest time in which all tiers together fetch a record; after that the segment is computed."""
     queue_bytes: Size = 512 << 20
-    """Records on their way to the tiers.  When they are more, new ones are not stored."""
+    """Memory for records on their way to the tiers. While the queue is full, new records are not stored."""
     ttl_s: Seconds | None = None
-    """Records expire so many seconds after they were written; ``None``: never."""
+    """Seconds after which a written record expires; with ``null`` records never expire."""
     close_s: Seconds = 5.0
-    """When the engine ends, what is queued is written for so many seconds."""
+    """Longest time in which the engine writes the queue when it ends."""
 
     @property
     def tier_bytes(self) -> int:

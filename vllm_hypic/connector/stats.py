@@ -9,10 +9,19 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from ..primitives.segmenter import COUNTS as PIECE_COUNTS
-from ..primitives.segmenter import SEGMENT_MODES
 from ..store.protocol import StoreStats
 from ..store.totals import COUNTS
+from .metrics import (
+    COUNTERS,
+    GAUGES,
+    MODE_COUNTERS,
+    MODES,
+    STORE_COUNTERS,
+    STORE_GAUGES,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+    TIER_HISTOGRAMS,
+)
 
 
 @dataclass
@@ -50,77 +59,12 @@ class HypicCounters:
         return HypicCounters(**{name: getattr(self, name) for name in GAUGES})
 
     def count(self, mode: str, **counts: int) -> None:
-        """Add to the counts of ``mode``, by names of :data:`MODE_COUNTERS`."""
+        """Add to the counts of ``mode``, by names of :data:`~.metrics.MODE_COUNTERS`."""
         mine = self.by_mode.setdefault(mode, {})
         for name, n in counts.items():
             mine[name] = mine.get(name, 0) + n
 
 
-COUNTERS = {
-    "requests": "Requests with at least one primitive token.",
-    "segments_queried": "Segments looked up in the public pool.",
-    "segments_hit": "Segments found in the pool or a tier, or already being computed.",
-    "segments_computed": "Internal segment requests started.",
-    "segments_loaded": "Segments fetched from the store's tiers.",
-    "segments_landed": "Segments that other instances computed and sent here.",
-    "segments_landed_nixl": "Those of them that came over NIXL; the others came over TCP.",
-    "segments_unlanded": "Segments that were awaited from other instances in vain.",
-    "segments_pushed": "Segments delivered to other instances, or to a tier shared with them.",
-    "segments_unpushed": "Segments that could not be delivered to another instance, or to a shared tier.",
-    "tokens_reused": "Prompt tokens read from cached segments.",
-    "tokens_computed": "Prompt tokens of such requests computed, their cold segments included.",
-    "tokens_resumed": "Tokens of segments that were not computed again, thanks to a checkpoint.",
-    "seam_tokens": "Tokens recomputed in seam windows.",
-    "island_tokens": "Tokens recomputed inside segments because the query asks about them.",
-    "evictions": "Segments evicted from the public pool.",
-    "pool_waits": "Scheduling attempts that waited for room in the public pool.",
-}
-GAUGES = {
-    "pool_bytes_used": "Bytes of the public pool in use.",
-    "pool_bytes_capacity": "Bytes of the public pool.",
-    "records": "Segments in the public pool.",
-    "pinned": "Segments held by requests.",
-    "waiting": "Requests waiting for segments.",
-}
-MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separators", "prefix")
-"""How segments were found: by the modes, named by their tokens, by separators; or a prefix is the only."""
-MODE_COUNTERS = {
-    "requests": "Requests with segments that were found so.",
-    "tokens_reused": "Their prompt tokens read from cached segments.",
-    "tokens_computed": "Their prompt tokens computed, their cold segments included.",
-    **PIECE_COUNTS,
-}
-STORE_COUNTERS = {
-    "dropped_writes": "Records not yet written because writing lags behind; counted per attempt.",
-    "failed_writes": "Records whose bytes could not be put together: not stored.",
-}
-STORE_GAUGES = {
-    "queued_bytes": "Bytes of records on their way to tiers.",
-    "inflight": "Records being fetched.",
-}
-TIER_COUNTERS = {
-    "hits": "Records found in the tier.",
-    "misses": "Records looked for in the tier in vain.",
-    "corrupt": "Damaged or foreign objects found, and deleted.",
-    "stored": "Records written to the tier.",
-    "refused": "Records that the tier did not take: admission, or no room.",
-    "evictions": "Records evicted from the tier.",
-    "expired": "Records dropped at the end of their time to live.",
-    "errors": "Operations that failed.",
-    "timeouts": "Operations that passed their deadline.",
-    "read_bytes": "Bytes read.",
-    "written_bytes": "Bytes written.",
-}
-TIER_GAUGES = {
-    "bytes_used": "Bytes held.",
-    "bytes_budget": "Byte budget; 0: unknown or unlimited.",
-    "objects": "Records held.",
-    "up": "1, or 0 while the tier is bypassed.",
-}
-TIER_HISTOGRAMS = {
-    "read_seconds": "Time of one read.",
-    "write_seconds": "Time of one write.",
-}
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 assert set(TIER_COUNTERS) == set(COUNTS)
 

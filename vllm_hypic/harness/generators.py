@@ -24,7 +24,7 @@ trust_option = click.option(
     "--trust-generator",
     is_flag=True,
     help="Run the program gen.py beside the model, which makes questions in the model's own words. "
-    "Without this only the demo models' own are run.",
+    "Without this option only the demo models' programs run.",
 )
 """The option of every command that looks for a generator beside a model."""
 

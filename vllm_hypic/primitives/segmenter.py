@@ -30,15 +30,15 @@ class Found(NamedTuple):
 
 
 COUNTS = {
-    "pieces": "Pieces found in prompts.",
+    "pieces": "Pieces found in prompts by the mode.",
     "pieces_cut": "Pieces that became segments.",
-    "pieces_moved": "Pieces that begin later than their text, where a token begins.",
-    "pieces_short": "Pieces left out: too short.",
-    "pieces_unlocated": "Pieces left out: in the request, but not in the rendered prompt.",
-    "pieces_overlapping": "Pieces left out: another one stands in the same place.",
-    "pieces_unaligned": "Pieces left out: no token begins in them.",
-    "pieces_surplus": "Pieces left out: more than max_segments.",
-    "segment_tokens": "Tokens in segments.",
+    "pieces_moved": "Pieces that begin later than their text, because no token begins where the text begins.",
+    "pieces_short": "Pieces left out because they are shorter than min_tokens.",
+    "pieces_unlocated": "Pieces left out because the rendered prompt does not have them.",
+    "pieces_overlapping": "Pieces left out because another piece stands in the same place.",
+    "pieces_unaligned": "Pieces left out because no token begins in them.",
+    "pieces_surplus": "Pieces left out because the prompt has max_segments segments already.",
+    "segment_tokens": "Prompt tokens in segments.",
 }
 
 

@@ -37,9 +37,13 @@ class PrimitiveTexts:
     """
 
     sep: str = "<|hypic_sep|>"
+    """Text of the separator, which ends one segment and starts the next."""
     pdep: str = "<|hypic_pdep|>"
+    """Text of PDep: tokens from here to the next separator depend on the whole prompt before them."""
     pad: str = "<|hypic_pad|>"
+    """Text of padding, which takes one position and has no content."""
     literal: bool = False
+    """In prompts the three texts are ordinary text; token ids and parts of a request mark segments."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.literal, bool):
@@ -99,8 +103,11 @@ class PrimitiveIds:
     """Token ids of the primitives in one tokenizer.  They are stripped before the model."""
 
     sep: int
+    """Token id of the separator."""
     pdep: int
+    """Token id of PDep."""
     pad: int
+    """Token id of padding."""
 
     def __post_init__(self) -> None:
         ids = {f.name: getattr(self, f.name) for f in fields(self)}

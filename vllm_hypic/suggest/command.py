@@ -29,14 +29,16 @@ OURS = ("model", "tokenizer_mode", "quantization", "skip_tokenizer_init")
 
 @click.command()
 @click.argument("log", type=click.File("rb"))
-@click.option("--model", required=True, help="A folder, or a name in the hub's cache: no weights are read.")
-@click.option("--chat-template", help="vLLM's option of this name: a file, or the template.")
+@click.option(
+    "--model", required=True, help="A model's folder, or its name in the hub's cache. No weights are read."
+)
+@click.option("--chat-template", help="vLLM's option --chat-template: a file, or the template.")
 @click.option(
     "--hypic",
     type=HypicOptions(),
     default="{}",
     show_default=True,
-    help="The plugin's options, as JSON: link and seams that are served, min_tokens of segment.",
+    help="Options of the plugin, as JSON: the server's link method and seams, and min_tokens of segment.",
 )
 @click.option(
     "--engine-args",
@@ -62,11 +64,11 @@ def suggest(
     block_size: int,
     as_json: bool,
 ) -> None:
-    """Replay the recorded requests of LOG, a body in JSON on each line (- reads standard input), and say
-    what each way of finding segments would have reused, and which to take.
+    """Replay recorded requests, and say what each way of finding segments would have reused.
 
-    Requests of /v1/chat/completions and /v1/completions, or lines of OpenAI's batch files. No engine is
-    started: prompts are rendered and cut as a server of MODEL would, and memory is without end.
+    LOG has a request's body in JSON on each line (- reads standard input): of /v1/chat/completions or
+    /v1/completions, or lines of OpenAI's batch files. The command renders and cuts prompts as a server of
+    MODEL does, assumes unlimited memory, recommends a mode, and starts no engine.
     """
     folder, config = model_folder(model), HypicConfig.from_mapping(hypic)
     if not parse_link(config.link, config.seam_tokens).reuse:

@@ -25,14 +25,38 @@ HELPS = 0.95
     "--documents",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A folder of texts like those that will be asked about; all of its files are read.",
+    help="A folder of texts like the documents of later prompts; all of its files are read.",
 )
-@click.option("--output", default=f"context{SUFFIX}", show_default=True, type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(1), default=150, show_default=True, help="One prompt each.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=60.0, show_default=True)
-@click.option("--checks", type=click.IntRange(1), default=12, show_default=True, help="Held-out prompts.")
+@click.option(
+    "--output",
+    default=f"context{SUFFIX}",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="File to write the context to.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=150,
+    show_default=True,
+    help="Training steps, of one prompt each.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Longest time of training.",
+)
+@click.option(
+    "--checks",
+    type=click.IntRange(1),
+    default=12,
+    show_default=True,
+    help="Held-out prompts that the context is measured on.",
+)
 @click.option("--rate", type=click.FloatRange(0), default=2e-3, show_default=True, help="Learning rate.")
-@click.option("--threads", type=click.IntRange(1), help="Of PyTorch; as many as cores unless given.")
+@click.option("--threads", type=click.IntRange(1), help="Threads of PyTorch; by default one for each core.")
 def tune(
     model: str,
     documents: Path,
@@ -45,10 +69,10 @@ def tune(
 ) -> None:
     """Train the context that records of MODEL are computed behind, on the texts in a folder.
 
-    Training begins with the K and V of the text that comes with the plugin, and changes them until prompts
-    of pieces of documents, each computed behind them, go on as full recompute says. No labels are needed.
-    Serve with the file that is written: {"context_file": "context.safetensors"}. It is for one model's
-    weights. A run that was broken off goes on where it was.
+    Training starts with the K and V of the text that comes with the plugin. It changes them until prompts of
+    document pieces, each computed behind the context, continue as with full recompute. Training needs no
+    labels. Serve with the file that the command writes: {"context_file": "context.safetensors"}. The file
+    fits one model's weights. A run that was interrupted resumes where it stopped.
     """
     import torch
     from transformers import AutoTokenizer

@@ -67,14 +67,23 @@ class Exit(IntEnum):
 
 
 LIMITS = {
-    "loss": ("max-loss", "Points that answers may lose on average."),
-    "certain_loss": ("max-certain-loss", "Points: the interval of the loss may not lie wholly beyond."),
-    "kl": ("max-kl", "Nats that nine first-token distributions of ten may be away from full recompute's."),
-    "times_noise": ("max-noise", "The same in noise floors, where that is more."),
-    "changed": ("max-changed", "Points: how many more sure first tokens may change than by noise."),
-    "nll": ("max-nll", "Percent by which the likelihood of texts that go on may suffer, as NLL."),
-    "least_right": ("min-right", "Points of full recompute below which answers say nothing."),
-    "least_reused": ("min-reused", "Percent of the reusable tokens that must be reused."),
+    "loss": ("max-loss", "Most points that answers may lose on average."),
+    "certain_loss": (
+        "max-certain-loss",
+        "Points: no-go if the whole interval of the loss lies beyond this number.",
+    ),
+    "kl": (
+        "max-kl",
+        "Most nats between the first-token distributions of reuse and of full recompute, in 9 cases of 10.",
+    ),
+    "times_noise": (
+        "max-noise",
+        "The limit of --max-kl in noise floors; the larger of the two limits counts.",
+    ),
+    "changed": ("max-changed", "Most points by which more sure first tokens change than by noise."),
+    "nll": ("max-nll", "Most percent by which the NLL of continued texts may rise."),
+    "least_right": ("min-right", "Least points of full recompute; below, the gate cannot judge."),
+    "least_reused": ("min-reused", "Least percent of the reusable tokens that must be reused."),
 }
 """Option and help of each limit."""
 
@@ -100,20 +109,34 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--data",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also your own tasks: JSON Lines in LongBench's format (input, context, answers).",
+    help="File with further tasks: JSON Lines in LongBench's format (input, context, answers).",
 )
 @click.option(
-    "--prompts", type=click.IntRange(8, 100_000), default=96, show_default=True, help="Most of each set."
+    "--prompts",
+    type=click.IntRange(8, 100_000),
+    default=96,
+    show_default=True,
+    help="Most prompts of each set of tasks.",
 )
-@click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the fixed set.")
-@click.option("--link", help="Link method that will be served; default: that of --hypic.")
-@click.option("--seam-tokens", type=click.IntRange(0, MAX_SEAM_TOKENS), help="Seam window; likewise.")
-@click.option("--context", "record_context", help="What records have seen; likewise.")
-@click.option("--islands", help="What is recomputed inside segments; likewise.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 1000),
+    default=0,
+    show_default=True,
+    help="Seed of the fixed set of tasks.",
+)
+@click.option("--link", help="Link method to judge; by default the link method of --hypic.")
+@click.option(
+    "--seam-tokens",
+    type=click.IntRange(0, MAX_SEAM_TOKENS),
+    help="Seam window to judge; by default that of --hypic.",
+)
+@click.option("--context", "record_context", help="Context to judge; by default that of --hypic.")
+@click.option("--islands", help="Islands to judge; by default those of --hypic.")
 @click.option(
     "--try-seams",
     type=Numbers(click.IntRange(0, MAX_SEAM_TOKENS)),
-    help="Judge several seam windows, like 0,4,8,16, and recommend the narrowest that is a go.",
+    help="Seam windows to judge, such as 0,4,8,16; the gate recommends the narrowest that is a go.",
 )
 @click.option(
     "--choose",
@@ -121,9 +144,9 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Judge several contexts and islands, and recommend the cheapest that are a go.",
 )
 @click.option(
-    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="The plugin's options, as JSON."
+    "--hypic", type=HypicOptions(), default="{}", show_default=True, help="Options of the plugin, as JSON."
 )
-@click.option("--dtype", default="auto", show_default=True, help="vLLM's option of this name.")
+@click.option("--dtype", default="auto", show_default=True, help="vLLM's option --dtype.")
 @click.option(
     "--engine-args",
     type=JsonObject(OURS),
@@ -132,18 +155,20 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help='Other arguments of vLLM, as JSON: {"quantization": "awq"}.',
 )
 @click.option("--eager", is_flag=True, help="Do not compile the model (vLLM's default compiles).")
-@click.option("--threads", type=click.IntRange(1, 512), help="OpenMP threads; default: all usable cores.")
+@click.option(
+    "--threads", type=click.IntRange(1, 512), help="OpenMP threads; by default one for each usable core."
+)
 @click.option(
     "--kv-gib",
     type=click.FloatRange(0.05, 4096),
     default=2.0,
     show_default=True,
-    help="vLLM's KV cache of each engine; the public pool comes beside it.",
+    help="GiB of vLLM's KV cache in each engine; the pool comes on top.",
 )
 @click.option(
     "--chat/--no-chat",
     default=None,
-    help="Put prompts through the model's chat template; default: where it has one.",
+    help="Put prompts through the model's chat template; by default where the model has one.",
 )
 @click.option(
     "--chat-template-kwargs",
@@ -154,7 +179,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @trust_option
 @_limit_options
-@click.option("--by", help="Who answers for the verdict: recorded in the sign-off.")
+@click.option("--by", help="Name of the person who answers for the verdict; recorded in the sign-off.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -203,8 +228,8 @@ def gate(
 ) -> None:
     """Judge what reuse costs in answers on MODEL, a folder or a name in the hub's cache: go or no-go.
 
-    A fixed set of tasks is answered by full recompute and with reuse, at the settings that will be served.
-    The verdict, its reasons and the numbers go to a sign-off, which a server can ask for when it starts.
+    Full recompute and reuse answer a fixed set of tasks, at the settings of the later server. The verdict,
+    its reasons and the numbers go to a sign-off, which a server can ask for when it starts.
 
     Exit code: 0 go, 1 no-go or not finished, 2 usage, 3 cannot judge:
     full recompute itself answers too little.

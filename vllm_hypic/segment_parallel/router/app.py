@@ -63,11 +63,13 @@ def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -
 
     @app.get("/healthcheck")
     async def healthcheck() -> JSONResponse:
+        """Answer with the state of the router and of each instance; 503 when no combine node is usable."""
         status, body = _health(pool, transfers)
         return JSONResponse(body, status)
 
     @app.get("/metrics")
     async def numbers() -> Response:
+        """Answer with the router's metrics, in the text format of Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     app.mount("/", Front(pool, http, completions, metrics))

@@ -16,41 +16,72 @@ from .app import build_app
 
 @click.command("router")
 @click.option(
-    "--prefill", multiple=True, metavar="URL", help="An instance that computes segments; repeat it."
+    "--prefill", multiple=True, metavar="URL", help="An instance that computes segments; repeatable."
 )
-@click.option("--combine", multiple=True, metavar="URL", help="An instance that answers clients; repeat it.")
-@click.option("--pool", multiple=True, metavar="URL", help="An instance that does both; repeat it.")
+@click.option("--combine", multiple=True, metavar="URL", help="An instance that answers clients; repeatable.")
+@click.option("--pool", multiple=True, metavar="URL", help="An instance that does both; repeatable.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8100, show_default=True, type=click.IntRange(1, 65535))
-@click.option("--secret-file", type=click.Path(), help="The instances' segment_parallel.secret_file.")
+@click.option(
+    "--port", default=8100, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."
+)
+@click.option(
+    "--secret-file",
+    type=click.Path(),
+    help="The instances' segment_parallel.secret_file; by default the secret of this user on this machine.",
+)
 @click.option(
     "--api-key",
     envvar="VLLM_API_KEY",
     help="The instances' --api-key, for the router's own questions.  [env: VLLM_API_KEY]",
 )
-@click.option("--deadline-s", type=float, help="Longest wait for segments.  [default: the instances' own]")
+@click.option(
+    "--deadline-s",
+    type=float,
+    help="Longest time that a request waits for segments, in seconds.  [default: the instances' own]",
+)
 @click.option(
     "--min-gain",
     default=RouterConfig.min_gain,
     show_default=True,
-    help="Least share of its prefill saved; -1: spread always.",
+    help="Least share of a request's prefill that spreading must save; -1: spread always.",
 )
-@click.option("--segments-per-worker", default=RouterConfig.segments_per_worker, show_default=True)
-@click.option("--straggler-factor", default=RouterConfig.straggler_factor, show_default=True)
-@click.option("--straggler-min-s", default=RouterConfig.straggler_min_s, show_default=True)
+@click.option(
+    "--segments-per-worker",
+    default=RouterConfig.segments_per_worker,
+    show_default=True,
+    help="Segment requests open at one worker, 1 to 64.",
+)
+@click.option(
+    "--straggler-factor",
+    default=RouterConfig.straggler_factor,
+    show_default=True,
+    help="Multiple of its predicted time after which a segment also goes to another worker.",
+)
+@click.option(
+    "--straggler-min-s",
+    default=RouterConfig.straggler_min_s,
+    show_default=True,
+    help="Seconds before which no segment counts as late.",
+)
 @click.option(
     "--through",
     default=RouterConfig.through.value,
     show_default=True,
     type=click.Choice([route.value for route in RecordRoute]),
-    help="The route of records where worker and combine node share a tier of their stores.",
+    help="Route of records where worker and combine node share a tier; other records go directly.",
 )
-@click.option("--silence-s", default=RouterConfig.silence_s, show_default=True)
+@click.option(
+    "--silence-s",
+    default=RouterConfig.silence_s,
+    show_default=True,
+    help="Seconds without events after which the router gives a combine node up.",
+)
 @click.option(
     "--log-level",
     default="info",
     show_default=True,
     type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Least severity that is logged; debug also logs each request.",
 )
 def router(
     prefill: tuple[str, ...],
@@ -71,8 +102,8 @@ def router(
 ) -> None:
     """Spread the prefill of cold prompts over many instances.
 
-    An OpenAI-compatible front: completions and chats whose segments are cached nowhere are prefilled by all
-    --prefill (or --pool) instances at once; everything else is passed on.
+    The router is an OpenAI-compatible front. All --prefill (or --pool) instances together prefill the
+    segments that no instance has cached. The router passes every other request on.
     """
     if pool and (prefill or combine):
         raise click.UsageError("--pool URL stands alone: its instances do what --prefill and --combine do")

@@ -24,38 +24,47 @@ class RouterMetrics:
         histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
         self.requests = counter(
             "hypic_router_requests",
-            "Completion and chat requests; kind: parallel, whole, or proxied for all others.",
+            "Requests by kind: parallel and whole for completions and chats, proxied for all other requests. "
+            "A request that is sent again counts again.",
             ["kind"],
         )
-        self.whole = counter("hypic_router_whole", "Requests that went whole to one instance.", ["reason"])
+        self.whole = counter(
+            "hypic_router_whole", "Requests that went whole to one instance, by reason.", ["reason"]
+        )
         self.segments = counter(
             "hypic_router_segments",
-            "Segments of parallel requests: dispatched, joined and held ones were asked of workers, local "
-            "ones left to the combine node; failed and redispatched count attempts.",
+            "Segments of parallel requests by outcome: dispatched to a worker, held by a worker, joined to a "
+            "computation under way, local to the combine node; failed and redispatched count attempts.",
             ["outcome"],
         )
         self.records = counter(
             "hypic_router_records",
-            "Records delivered to combine nodes; way: direct, or tiers: left in a tier that both share.",
+            "Records delivered to combine nodes; way is direct, or tiers for a record left in a shared tier.",
             ["way"],
         )
-        self.failures = counter("hypic_router_failures", "What went wrong.", ["what", "instance"])
+        self.failures = counter(
+            "hypic_router_failures",
+            "Failures at an instance; what is segment, answer, stream, proxied, tokenize, withdraw, stored, "
+            "tier, namespace or landing (the receiver).",
+            ["what", "instance"],
+        )
         self.disconnects = counter(
-            "hypic_router_disconnects", "Clients that left before their answer was complete."
+            "hypic_router_disconnects", "Clients that disconnected before their answer was complete."
         )
         self.plan_s = histogram(
-            "hypic_router_plan_seconds", "Tokenising, planning and assigning of one request."
+            "hypic_router_plan_seconds", "Time to tokenise, plan and assign one request, in seconds."
         )
         self.dispatch_s = histogram(
             "hypic_router_dispatch_seconds",
-            "First segment request of a request to its last delivered record.",
+            "Time from a request's first segment request to its last delivered record, in seconds.",
         )
         self.combine_s = histogram(
-            "hypic_router_combine_seconds", "Last delivered record to the first byte of the answer."
+            "hypic_router_combine_seconds",
+            "Time from a request's last delivered record to the answer's first byte, in seconds.",
         )
         self.exposed_s = histogram(
             "hypic_router_exposed_transfer_seconds",
-            "From when all records of a request were computed to when all were delivered.",
+            "Time from when all records of a request were computed to when all were delivered, in seconds.",
         )
         # All label values from the start: a rate is then right from the first event on.
         for kind in ("parallel", "whole", "proxied"):
@@ -77,15 +86,19 @@ class _Instances(Collector):
 
     def collect(self) -> Iterable[Metric]:
         told: tuple[tuple[str, str, Callable[[Instance], float]], ...] = (
-            ("up", "1: known and given work.", lambda i: i.up),
+            ("up", "1 while the router knows the instance and gives it work, else 0.", lambda i: i.up),
             (
                 "excluded",
-                "1: of another namespace, or described as another one is.",
+                "1 while the instance is left out, for its namespace or its description.",
                 lambda i: i.state is InstanceState.EXCLUDED,
             ),
-            ("load_tokens", "Tokens still to be prefilled.", lambda i: i.load),
-            ("records", "Records it holds.", lambda i: len(i.view.resident)),
-            ("open_requests", "Requests of clients open there.", lambda i: i.open_requests),
+            ("load_tokens", "Tokens that the instance still has to prefill.", lambda i: i.load),
+            ("records", "Records that the instance holds.", lambda i: len(i.view.resident)),
+            (
+                "open_requests",
+                "Requests of clients that are open at the instance.",
+                lambda i: i.open_requests,
+            ),
         )
         for name, text, value in told:
             gauge = GaugeMetricFamily(f"hypic_router_instance_{name}", text, labels=["instance"])
