@@ -7,7 +7,7 @@ from typing import Any
 from setuptools import find_packages, setup
 
 VLLM = "0.32.0"  # the release whose interfaces this package is written against
-BEFORE = "0.34"  # the first that it was not held against: docs/compatibility.md
+BEFORE = "0.34"  # the first that it was not held against: docs/reference/compatibility.md
 
 SKIP, REQUIRE = "0", "1"
 BUILD_KERNELS = os.environ.get("HYPIC_BUILD_KERNELS", "")

@@ -1,4 +1,4 @@
-"""`vllm-hypic check`: what it says of configurations, held against engines and against docs/reference/models.md."""
+"""What `vllm-hypic check` says of configurations, against engines and docs/reference/models.md."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ TOKENIZER_MODE = "hypic"
 AUTO = "auto"
 """Value of ``context`` and ``islands`` that depends on the model: see :meth:`HypicConfig.for_model`."""
 DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15-96"
-"""What ``auto`` is where that was measured to keep answers: docs/quality.md."""
+"""What ``auto`` is where that was measured to keep answers: docs/benchmarks/answers.md."""
 
 Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
 Part = Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]

@@ -1,4 +1,4 @@
-"""Criteria: what was measured becomes a verdict.  docs/gate.md says why the limits are what they are."""
+"""Criteria: what was measured becomes a verdict.  docs/how-to/choose-for-my-model.md gives reasons."""
 
 from __future__ import annotations
 
