@@ -20,6 +20,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("*.md", "docs/**/*.md", "csrc/*.md", "vllm_hypic/**/*.md", "examples/**/*.md")
+GENERATED = {ROOT / "docs/reference" / f"{name}.md" for name in ("options", "metrics", "commands", "routes")}
 LONG_SENTENCE, LONG_PARAGRAPH = 35, 8
 VAGUE = re.compile(r"\b(whoever|nobody|what is|of those|so many)\b", re.IGNORECASE)
 END_OF_SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`*\"(])")
@@ -75,7 +76,8 @@ def main(every: bool) -> None:
         counts = (r.words, len(r.long_sentences), r.long_paragraphs, r.vague)
         table.add_row(str(r.page.relative_to(ROOT)), *map(str, counts))
     table.add_section()
-    table.add_row(f"all {len(readings)} pages", str(sum(r.words for r in readings)))
+    by_hand = sum(r.words for r in readings if r.page not in GENERATED)
+    table.add_row(f"{len(readings)} pages, without those that are generated", str(by_hand))
     console.print(table)
     for r in readings[:10]:
         for sentence in r.long_sentences[:3]:
