@@ -38,7 +38,7 @@ def test_pages_are_those_of_the_first() -> None:
 
 def test_numbers_add_up_but_for_a_tier_that_is_down() -> None:
     def stats(up: float) -> CacheStats:
-        return CacheStats({"disk": {"hits": 2.0, "up": up}}, 3, "file", "file")
+        return CacheStats({"disk": {"hits": 2.0, "up": up}}, 3, "file")
 
     found = joined(stats(1.0), [stats(0.0)])
     assert isinstance(found, CacheStats) and found.segments == 3

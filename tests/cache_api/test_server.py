@@ -340,7 +340,7 @@ class TestServer:
         # Stats and health.
         cache.compile(words("stats"))
         stats = cache.stats()
-        assert stats.catalogue == "file" and stats.segments > 0
+        assert stats.registry == "file" and stats.segments > 0
         assert {"pool", "disk"} <= stats.tiers.keys() and stats.tiers["pool"]["objects"] > 0
         cache.check_health()
         # Listing in pages.

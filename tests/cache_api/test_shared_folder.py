@@ -12,7 +12,6 @@ import pytest
 
 from vllm_hypic.cache_api.answers import Place
 from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
-from vllm_hypic.cache_api.registry_file import FORMER_NAME
 from vllm_hypic.primitives.keys import SegmentKey
 
 MINE, OTHERS = "ab" * 32, "cd" * 32
@@ -116,34 +115,3 @@ def test_every_engine_of_a_model_finds_a_file(tmp_path: Path) -> None:
     assert len(paths) == 5
     with closing(SegmentRegistry(tmp_path, MINE)) as again:
         assert again.path in paths
-
-
-# -- the one file that all engines of a folder had before
-
-
-@pytest.fixture
-def former(tmp_path: Path) -> tuple[Path, str]:
-    """A folder with the former file, and an id in it."""
-    with closing(SegmentRegistry(tmp_path, OTHERS)) as registry:
-        entry, path = registry.add("me", Place.INTERIOR, [1]), registry.path
-    assert path is not None
-    path.rename(tmp_path / FORMER_NAME)
-    return tmp_path, entry.id
-
-
-def test_the_former_file_goes_to_the_first_that_comes(former: tuple[Path, str]) -> None:
-    folder, segment_id = former
-    with closing(SegmentRegistry(folder, MINE)) as first, closing(SegmentRegistry(folder, OTHERS)) as second:
-        assert first.get("me", segment_id) is not None and second.get("me", segment_id) is None
-        assert not (folder / FORMER_NAME).exists(), "deleted texts must not stay behind"
-
-
-def test_the_former_file_is_left_to_an_engine_that_uses_it(former: tuple[Path, str]) -> None:
-    folder, segment_id = former
-    with closing(sqlite3.connect(folder / FORMER_NAME)) as old:
-        assert old.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",)
-        with closing(SegmentRegistry(folder, MINE)) as new:
-            assert new.get("me", segment_id) is None
-        old.execute("UPDATE segments SET pinned = 1")
-        old.commit()
-    assert (folder / FORMER_NAME).exists()

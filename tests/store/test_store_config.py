@@ -154,11 +154,6 @@ def test_a_missing_package_is_named_with_the_command_to_get_it(monkeypatch: pyte
         build_store(config, "namespace")
 
 
-def test_the_former_name_of_an_admission_is_understood() -> None:
-    config = StoreConfig.from_mapping({"admission": "worth"})
-    assert config == StoreConfig() and config.to_mapping()["admission"] == "cache-value"
-
-
 # -- by what engines know a shared tier: alike where it is written alike, different where it is not the same
 
 REDIS = {"type": "redis", "url": "redis://cache:6379/0", "shared": True}

@@ -37,7 +37,7 @@ def expected(key: str, leading: bool) -> Expected:
 def test_its_records_are_taken_whole(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path / "tier")
     tier = {"type": "disk", "path": str(tmp_path / "tier"), "bytes": "1MB"}
-    store = build_store(StoreConfig.from_mapping({"admission": "worth", "tiers": [tier]}), "golden")
+    store = build_store(StoreConfig.from_mapping({"tiers": [tier]}), "golden")
     assert store is not None
     taken: list[str] = []
 

@@ -169,4 +169,3 @@ class CacheStats(msgspec.Struct, frozen=True):
     ]
     segments: Annotated[int, _says("Number of compiled segments.")]
     registry: Annotated[Literal["memory", "file"], _says("`memory`, or `file`, where ids survive a restart.")]
-    catalogue: Annotated[Literal["memory", "file"], _says("Former name of `registry`, for one more release.")]

@@ -214,7 +214,7 @@ class CommandHandler:
             case Report():
                 where: Literal["memory", "file"] = "memory" if self._registry.path is None else "file"
                 tiers = {"pool": self._records.pool_stats(), **self._records.store_stats()}
-                return CacheStats(tiers, len(self._registry), where, where)
+                return CacheStats(tiers, len(self._registry), where)
             case Describe():
                 reason = "this engine runs without the option section segment_parallel"
                 return self._describe() or Failure(501, reason)

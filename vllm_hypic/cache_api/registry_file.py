@@ -8,19 +8,12 @@ waits for nobody, and only its own file can be found damaged.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
-import sqlite3
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.store import DiskConfig, StoreConfig
 
-logger = logging.getLogger("vllm.hypic.registry")
-
-FORMER_NAME = "catalogue.sqlite"
-"""The one file of a folder, for all engines, before each had its own."""
 _MOST = 256
 """Engines of one namespace that may share a folder."""
 
@@ -64,24 +57,5 @@ def claim_file(folder: Path, namespace: str, replica: int = 0) -> RegistryFile:
         except BaseException:
             os.close(lock)
             raise
-        if not path.exists() and not replica:
-            _take_over(folder / FORMER_NAME, path)
         return RegistryFile(path, lock)
     raise OSError(f"{folder}: {_MOST} engines use it already")
-
-
-def _take_over(former: Path, path: Path) -> None:
-    """The former file of all engines, if there is one that nobody uses, becomes that of the first to come."""
-    if not former.exists():
-        return
-    try:
-        where = f"{former.absolute().as_uri()}?mode=rw"
-        with closing(sqlite3.connect(where, timeout=0, uri=True, isolation_level=None)) as db:
-            # Only who alone has the file open can fold its write-ahead log into it.
-            (mode,) = db.execute("PRAGMA journal_mode = DELETE").fetchone()
-        if mode == "delete":
-            former.rename(path)
-    except FileNotFoundError:  # another engine has just taken it
-        pass
-    except sqlite3.Error as e:  # used by a former version, or damaged
-        logger.warning("segment ids in %s are not known here, as it cannot be taken over: %s", former, e)

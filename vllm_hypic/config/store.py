@@ -207,13 +207,9 @@ class StoreConfig(ConfigSection):
     """Tiers behind the pool, fastest first; without tiers, records live in the pool alone."""
     eviction: Annotated[Literal["flop-aware", "lru"], Allowed()] = "flop-aware"
     """Policy that chooses what a full ``memory`` or ``disk`` tier, and the pool, evicts first."""
-    admission: Annotated[
-        Literal["cache-value", "always"],
-        Allowed(),
-        BeforeValidator(lambda given: "cache-value" if given == "worth" else given),
-    ] = "cache-value"
+    admission: Annotated[Literal["cache-value", "always"], Allowed()] = "cache-value"
     """``cache-value`` keeps a record only if it is worth more than what it would evict; ``always`` keeps
-    every record. ``worth`` is the former name of ``cache-value``, and is still understood."""
+    every record."""
     deadline_s: Seconds = 5.0
     """Longest time in which all tiers together fetch a record; after that the segment is computed."""
     queue_bytes: Size = 512 << 20

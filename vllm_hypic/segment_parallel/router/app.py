@@ -100,7 +100,6 @@ def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict
         "status": "ok" if well else "no combine instance is usable",
         "namespace": pool.namespace,
         "in_flight_transfers": len(transfers),
-        "flights": len(transfers),  # its name until the next release
         "instances": [_instance(i) for i in pool.instances],
     }
 
