@@ -26,6 +26,7 @@ WIDE = 2048
 SEGMENTS = (40, 230, 210, 250, 60)
 """Leading segment, three interior segments, query."""
 OPTIONS: dict[str, Any] = {"tokens": {"sep": SEPARATOR}, "pool_bytes": 256 << 20}
+SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024}
 EXACT, APART = 2e-3, 0.1
 """Largest difference of a logprob: by float32 at most, and by other windows at least."""
 
@@ -66,8 +67,8 @@ def composed(parts: list[list[int]], separator: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine(every: int, module_engine: EngineFactory, smollm2: Path) -> Iterator[Engine]:
-    args = {"dtype": "float32", "max_logprobs": -1, "hf_overrides": windows(every, WINDOW)}
-    with module_engine(smollm2, options=OPTIONS, **args) as started:
+    args = {"max_logprobs": -1, "hf_overrides": windows(every, WINDOW)}
+    with module_engine(smollm2, options=OPTIONS, **SIZES, **args) as started:
         yield started
 
 
@@ -138,7 +139,7 @@ def test_a_window_that_holds_the_prompt_changes_no_bit(
     asks = [Ask(tuple(tokens), 8) for tokens in (whole(parts), composed(parts, separator))]
     found = []
     for overrides in ({}, windows(every, WIDE)):
-        with module_engine(smollm2, options=OPTIONS, dtype="float32", hf_overrides=overrides) as started:
+        with module_engine(smollm2, options=OPTIONS, **SIZES, hf_overrides=overrides) as started:
             found.append([started.ask(ask)[0] for ask in (*asks, asks[-1])])
     assert all_same(*found)
     assert found[1][2].cached > 0
