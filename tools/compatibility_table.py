@@ -22,12 +22,12 @@ KINDS = ("engine", "driven", "refused", "stock", "open")
 INTRODUCTION = """\
 # Compatibility
 
-This page says which features of vLLM work beside the plugin, and the test that shows it.
+This page says which features of vLLM work beside the plugin, and names the test that shows each.
 `docs/compatibility.toml` holds the data. A *plain* request has no segments, a *composed* request has
 segments.
 
 - **engine**: the named test runs the feature in an engine or a server.
-- **driven**: the named test drives the CUDA code on a CPU, with stand-ins for kernels. No test has run on a
+- **driven**: the named test runs the CUDA code on a CPU, with stand-ins for kernels. No test has run on a
   GPU.
 - **refused**: the engine does not start, or the request gets HTTP 400, with these words.
 - **stock**: vLLM's own code, which the plugin does not touch; or vLLM lacks the feature there.
@@ -48,7 +48,7 @@ RUNNER = """
 ## The V2 model runner
 
 The plugin does not support vLLM's V2 model runner, which vLLM has on GPUs only. Three places differ from
-V1:
+the V1 runner:
 
 | what the plugin does | V1 | V2 |
 |---|---|---|
@@ -57,7 +57,7 @@ them inside `prepare_inputs`, with the cache slots |
 | tokens of records in penalties | in `SamplingMetadata` | counted in tables on the device |
 | composed passes outside full CUDA graphs | `_determine_batch_execution_and_padding` | `cudagraph_utils` |
 
-About 1,700 lines of these files changed between vLLM 0.32 and 0.33; the plugin follows when they settle.
+[Decisions](../decisions.md) says why.
 """
 
 

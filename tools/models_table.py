@@ -83,18 +83,16 @@ This page says which architectures the plugin serves. For a checkpoint of your o
 
     vllm-hypic check MODEL
 
-The command reads the configuration of a folder, of a name in the hub's cache, or of a GGUF file (with the
-package `gguf`; vLLM itself needs a plugin for such files). It says which kinds of layers are served, how
-many bytes a segment takes in each, and how many segments a pool holds. It reads no weights and starts no
-engine; [Commands](commands.md#vllm-hypic-check) lists the exit codes. An engine also checks rotary
-embeddings when it starts. Layers with a window keep all rows of a segment, because islands and segments
-that begin alike read rows before the window.
+The [command](commands.md#vllm-hypic-check) reads the configuration alone. It says which kinds of layers are
+served, how many bytes a segment takes in each, and how many segments a pool holds. GGUF files need the
+package `gguf` (and vLLM a plugin for such files). Layers with a sliding window keep all K and V of a segment,
+because islands and segments with the same beginning read K and V before the window.
 
 The tables cover {architectures} architectures: all text generation of vLLM {vllm}, its hybrids with vision,
-and the classes of this package (`vllm_hypic/models/`). Each has the default configuration of transformers
-{transformers} or vLLM, with additions in `tools/model_configurations.py`, and is checked on CPU. Models
-with vision are checked for text; [Refusals](refusals.md#requests-with-status-400) lists the media.
-Checkpoints of one class may differ in their layers.
+and the classes of this package (`vllm_hypic/models/`). Each architecture is checked on CPU with the default
+configuration of transformers {transformers} or vLLM, and additions in `tools/model_configurations.py`.
+Checkpoints of one class may differ in their layers. Models with vision are checked for text;
+[Refusals](refusals.md#requests-with-status-400) lists the media.
 
 {tested} architectures are tested in an engine, {served} more are served by their configuration, {refused}
 are refused, and {unknown} cannot be checked here.
@@ -133,7 +131,7 @@ bf16, a stock engine also needs `--no-enable-prefix-caching` |
 code beside the checkpoints |
 
 Configurations of Ring and Ling 2.5 are read without the code of the checkpoints. Their linear layers rotate
-by float64 angles, because only exact rotations let states move."""
+by float64 angles, because a state that moves to another position needs exact rotations."""
 
 
 @dataclass(frozen=True)

@@ -413,7 +413,7 @@ def test_a_piece_begins_with_the_token_that_its_first_word_begins(
 
 
 def test_cost_of_16k_tokens(smollm2: Path) -> None:
-    """``pytest -s -k cost`` prints the table of docs/how-to/without-separators.md.
+    """``pytest -s -k cost`` prints the times of docs/how-to/without-separators.md.
 
     The bound is one of a busy machine.
     """

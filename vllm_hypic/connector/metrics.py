@@ -9,7 +9,7 @@ from ..primitives.segmenter import COUNTS as PIECE_COUNTS
 from ..primitives.segmenter import SEGMENT_MODES
 
 COUNTERS = {
-    "requests": "Requests whose prompt has at least one separator, PDep or padding token.",
+    "requests": "Requests with segments or padding, or with a prefix that the pool records.",
     "segments_queried": "Segments that requests looked up in the pool.",
     "segments_hit": "Segments found in the pool, in a tier, or among those that are being computed.",
     "segments_computed": "Segments that the engine computed; each takes one internal segment request.",
