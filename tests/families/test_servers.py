@@ -15,7 +15,7 @@ from .table import FAMILIES
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["mamba2-NemotronH", "mamba1-alone"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba1-alone"])
 def test_three_servers_and_a_router(name: str, models: Models) -> None:
     """One has the segments prefilled by the others, and answers as it does alone."""
     lead, *segments, query = random_segments([160, 480, 64, 320, 96, 224, 400, 24], vocab=480, seed=5)
