@@ -63,7 +63,9 @@ def test_the_key_the_fixed_set_and_links() -> None:
     assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
 
     # What is tried by --choose, and what a context is trained on.
-    assert f"cheapest go of {('', 'one', 'two', 'three', 'four', 'five', 'six')[len(LADDER)]}" in PROSE
+    assert (
+        f"cheapest go of {('', 'one', 'two', 'three', 'four', 'five', 'six', 'seven')[len(LADDER)]}" in PROSE
+    )
     assert all(f"`{islands}`" in PROSE for _, islands in LADDER if islands != "none")
     assert f"{LEAST_DOCUMENTS} texts of {NEEDED} tokens or more" in PROSE and HELD_OUT == 5 and PIECES == 4
     assert f"four pieces of {PIECE_TOKENS} tokens" in PROSE and f"next {QUERY_TOKENS} tokens" in PROSE

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config.engine import HypicConfig
+from ...config.engine import DENSE_CONTEXT, DENSE_ISLANDS, HypicConfig
 
 LADDER = (
     ("none", "none"),
     ("text", "none"),
     ("text", "query-5"),
     ("text", "query-10"),
+    (DENSE_CONTEXT, DENSE_ISLANDS),
     ("text", "query-20"),
     ("text", "query-30"),
 )
-"""Contexts and islands by what a warm prompt computes, least first; a context costs nothing when warm."""
+"""Contexts and islands, the default of dense models among them, by the tokens that a warm prompt of thousands
+of tokens computes, fewest first.  A context costs a warm prompt nothing."""
 
 
 def candidates(config: HypicConfig) -> Iterator[HypicConfig]:
