@@ -29,6 +29,7 @@ settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("random", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+LOG_LEVEL = {name: value for name, value in os.environ.items() if name == "VLLM_LOGGING_LEVEL"}
 ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
 """Seconds that each file took, whole folders where one worker takes them whole: ``make durations``."""
@@ -42,6 +43,14 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Commands that run in this process make vLLM's log quiet; servers of later tests must write theirs."""
+    yield
+    os.environ.pop("VLLM_LOGGING_LEVEL", None)
+    os.environ.update(LOG_LEVEL)
 
 
 @pytest.fixture(scope="session", autouse=True)

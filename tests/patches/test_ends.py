@@ -31,7 +31,7 @@ START_S, ENDS_S = 300.0, 10.0
 SLOWLY_S = 30.0
 """Where an engine may write for twice ``close_s``; and where a front end, on a machine with other work, gives
 back all that it imported."""
-LOADS, LINKED = "Starting to load model", "public pool"
+LOADS, LINKED = "Starting to load model", "; pool of "
 """What an engine logs before it loads weights, and before it warms up."""
 SERVES, TWO = "Application startup complete", ("--api-server-count", "2")
 MODEL, PROGRAM = EXAMPLE / "model", Path(__file__).with_name("offline_program.py")
