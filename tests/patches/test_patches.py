@@ -348,6 +348,7 @@ assert (get_num_threads(), torch.get_num_threads()) == (3, 3), (get_num_threads(
 """
 
 
+@pytest.mark.processes
 def test_looking_drafts_up_leaves_the_number_of_threads() -> None:
     script = [sys.executable, "-c", THREADS]
     run = subprocess.run(script, capture_output=True, text=True, timeout=300)

@@ -412,6 +412,7 @@ def test_a_piece_begins_with_the_token_that_its_first_word_begins(
     assert found.counts["moved"] == moved
 
 
+@pytest.mark.slow
 def test_cost_of_16k_tokens(smollm2: Path) -> None:
     """``pytest -s -k cost`` prints the times of docs/how-to/without-separators.md.
 
@@ -443,6 +444,7 @@ def test_cost_of_16k_tokens(smollm2: Path) -> None:
     front_end.close()
 
 
+@pytest.mark.slow
 def test_cost_of_mode_off(smollm2: Path) -> None:
     """``pytest -s -k cost``: rendering, tokenising and our look at the request, in turns with stock's."""
     front_end = FrontEnd(smollm2, mode="off")
