@@ -194,10 +194,20 @@ def test_a_server_whose_request_waits_for_a_record(server, way):
     started, at = server(store=tier(way), segment_parallel=listening())
     started.wait_for_text(SERVES)
     way.delay_s = 60.0
-    prompt = build_prompt(system="<bos> <sys> w1", segments=["w2 w3 " * 40, "w4 w5 " * 40], query="w6")
-    asks = threading.Thread(target=_ask, args=(at.url, {"prompt": prompt, "max_tokens": 8}), daemon=True)
+    seen = threading.Event()
+
+    def ask() -> None:
+        """Again, for other records, where a look at the metrics came too late."""
+        for i in range(90 * 90):
+            if not seen.wait(0.05):
+                segments = [f"w{i % 90} w{i // 90} w{n} " * 30 for n in (1, 2)]
+                prompt = build_prompt(system="<bos> <sys> w1", segments=segments, query="w6")
+                _ask(at.url, {"prompt": prompt, "max_tokens": 8})
+
+    asks = threading.Thread(target=ask, daemon=True)
     asks.start()
     started.wait_for(lambda: at.metrics()["vllm:hypic_waiting"] > 0)
+    seen.set()
     started.ends(SLOWLY_S)
     asks.join()
 
