@@ -139,6 +139,7 @@ def windows(tokens: list[int]) -> list[tuple[int, ...]]:
     return [tuple(tokens[i : i + WINDOW]) for i in range(len(tokens) - WINDOW + 1)]
 
 
+@pytest.mark.fast("structure")
 @pytest.mark.parametrize("mode", ["structure", "text", "cdc"])
 @settings(max_examples=5, phases=(Phase.generate,))
 @given(chats=st.lists(CHATS, min_size=1, max_size=2), order=st.randoms(use_true_random=False))
