@@ -19,12 +19,6 @@ IN_TREE = re.compile(
 )
 MODULE = re.compile(r"(?<![\w.])vllm_hypic((?:\.[a-z]\w*)+)")
 RUN = re.compile(r"\bpython3? -m ([a-z]\w*(?:\.\w+)*)")
-FORMER = re.compile(r"\(was [^)]*\)")
-
-
-def text_of(document: Path) -> str:
-    """The document without the former names of its changes: ``(was ...)``."""
-    return FORMER.sub("", document.read_text())
 
 
 def wrong_paths(document: Path) -> list[str]:
@@ -32,7 +26,7 @@ def wrong_paths(document: Path) -> list[str]:
     name alone may also follow its folder, in the same paragraph."""
     wrong = []
     seen_from = [ROOT, ROOT / "vllm_hypic", document.parent]
-    for paragraph in text_of(document).split("\n\n"):
+    for paragraph in document.read_text().split("\n\n"):
         named = [p for p in NAMED.findall(paragraph) if "/" in p or p.endswith((".py", ".md"))]
         found = [f for p in named if "/" in p for root in seen_from for f in root.glob(p.rstrip("/"))]
         folders = [f if f.is_dir() else f.parent for f in found]
@@ -58,7 +52,7 @@ def runs(module: str) -> bool:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_what_is_named_exists(document):
-    text = text_of(document)
+    text = document.read_text()
     assert wrong_paths(document) == []
     assert [m for m in RUN.findall(text) if not runs(m)] == []
     dotted = [m.replace(".", "/") for m in MODULE.findall(text)]
@@ -70,8 +64,6 @@ def test_what_is_named_exists(document):
 
 def test_planted_faults_are_found(tmp_path):
     document = tmp_path / "page.md"
-    document.write_text(
-        "`engine/worker.py`, `worker.py`, `pool/` (was `connector/streams.py`)\n\n`worker.py` `gone/x`\n"
-    )
+    document.write_text("`engine/worker.py`, `worker.py`, `pool/`\n\n`worker.py` `gone/x`\n")
     assert wrong_paths(document) == ["worker.py", "gone/x"]
     assert runs("benchmarks") and not runs("vllm_hypic.bench") and not runs("vllm_hypic.pool")

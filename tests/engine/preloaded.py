@@ -39,13 +39,13 @@ for package in (vllm_hypic.backends.attention, vllm_hypic.backends.linear):
         importlib.import_module(found.name)
 
 
-_stocks = registry._run_in_subprocess
+_in_a_subprocess = registry._run_in_subprocess
 
 
 def _in_a_fork(function: Callable[[], Any]) -> Any:
     """Run ``function`` in a process of its own, as vLLM does to look at a model's class: 0.1 s and not 10."""
     if multiprocessing.current_process().daemon:  # it may have no children of this kind
-        return _stocks(function)
+        return _in_a_subprocess(function)
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(function()))
     process.start()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -18,6 +16,7 @@ from one_process import ONE_PROCESS
 from vllm_hypic.harness.serving import Server
 
 from .conftest import ENV
+from .test_readme import environment
 
 BOUND_S = 900.0
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(BOUND_S + 60)]
@@ -50,11 +49,10 @@ def served(command: str) -> tuple[str, list[str]]:
 
 def printed(script: str, folder: Path = ROOT) -> str:
     """What a user's shell prints who runs ``script`` in ``folder``, in this environment."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
-        env={**os.environ, **ENV, **QUIET, "PATH": path},
+        env=environment() | QUIET,
         timeout=BOUND_S,
         capture_output=True,
         text=True,

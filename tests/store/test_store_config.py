@@ -1,12 +1,8 @@
-"""Options of the store: read from JSON, checked once, refused by name; built into tiers, told from others.
-
-docs/reference names every option and metric, with the defaults that hold.
-"""
+"""Options of the store: read from JSON, checked once, refused by name; built into tiers, told from others."""
 
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -22,9 +18,7 @@ from vllm_hypic.config.store import (
     MemoryConfig,
     RedisConfig,
     StoreConfig,
-    TierConfig,
 )
-from vllm_hypic.connector import metrics as names
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.store.build import build_store
 from vllm_hypic.store.shared import shared_tiers
@@ -222,61 +216,7 @@ def test_what_cannot_be_shared_is_refused(tier: dict[str, Any], says: str) -> No
         with_tiers(tier)
 
 
-# -- docs/reference
-
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "reference" / "options.md").read_text()
-TIERS: dict[str, type[TierConfig]] = {
-    "### Tier `memory`": MemoryConfig,
-    "### Tier `disk`": DiskConfig,
-    "### Tier `redis`": RedisConfig,
-    "### Tier `lmcache`, embedded": LMCacheConfig,
-    "### Tier `lmcache`, server": LMCacheServerConfig,
-}
-
-
-def rows(heading: str) -> dict[str, list[str]]:
-    """Default, allowed values and meaning of each option in the table under a heading."""
-    section = re.search(rf"^{re.escape(heading)}\n(.*?)(?=^##|\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert section, heading
-    cells = [
-        [c.strip() for c in line[1:-1].split("|")] for line in section[1].splitlines() if line[:1] == "|"
-    ]
-    return {row[0].strip("`"): row[2:] for row in cells[2:]}
-
-
-def test_options_of_the_store() -> None:
-    table = rows("## `store`")
-    assert list(table) == [f.name for f in dataclasses.fields(StoreConfig)]
-    for name, default in StoreConfig().to_mapping().items():
-        assert json.loads(table[name][0].strip("`")) == default, name
-
-
-@pytest.mark.parametrize(("heading", "config"), TIERS.items())
-def test_options_of_a_tier(heading: str, config: type[TierConfig]) -> None:
-    table = rows(heading)
-    fields = [f for f in dataclasses.fields(config) if f.name != "name"]
-    assert list(table) == [f.name for f in fields]
-    for field in fields:
-        default, required = table[field.name][0], field.default is dataclasses.MISSING
-        assert (default == "required") == required, field.name
-        if not required:
-            plain = list(field.default) if isinstance(field.default, tuple) else field.default
-            assert json.loads(default.strip("`")) == plain, field.name
-
-
-def test_options_of_every_tier() -> None:
-    assert list(rows("### Every tier")) == ["type", *(f.name for f in dataclasses.fields(TierConfig))]
-    assert MemoryConfig(bytes=1).name == "memory", "the name's default is the type"
-
-
-@pytest.mark.parametrize("name", ["eviction", "admission"])
-def test_choices_are_all_choices(name: str) -> None:
-    choices = re.findall(r"`([\w-]+)`", rows("## `store`")[name][1])
-    for choice in choices:
-        StoreConfig.from_mapping({name: choice})
-    with pytest.raises(ConfigError, match=f"expected one of {', '.join(choices)}$"):
-        StoreConfig.from_mapping({name: "none of them"})
 
 
 def test_options_of_the_examples_are_allowed() -> None:
@@ -287,18 +227,3 @@ def test_options_of_the_examples_are_allowed() -> None:
     assert {"disk", "lmcache"} <= {tier["type"] for tier in found}
     for tier in found:
         with_tiers(tier)
-
-
-def metrics(prefix: str) -> set[str]:
-    text = (DOCS / "reference" / "metrics.md").read_text()
-    return set(re.findall(rf"^\| `{prefix}(\w+)` \|", text, re.MULTILINE))
-
-
-def test_metrics() -> None:
-    def exported(counters: dict[str, str], *others: dict[str, str]) -> set[str]:
-        return {f"{name}_total" for name in counters} | {name for names in others for name in names}
-
-    assert metrics("vllm:hypic_store_") == exported(names.STORE_COUNTERS, names.STORE_GAUGES)
-    assert metrics("vllm:hypic_tier_") == exported(
-        names.TIER_COUNTERS, names.TIER_GAUGES, names.TIER_HISTOGRAMS
-    )

@@ -106,8 +106,9 @@ class PromptPart(msgspec.Struct, frozen=True):
     kind: Annotated[
         Literal["leading", "segment", "stream", "primitive"],
         _says(
-            "`leading`: cached as it stands; `segment`: cached for any place; `stream`: computed with full "
-            "context; `primitive`: separators, PDep and padding, which the model does not see."
+            "Kind of the part. The record of a `leading` part serves the start of prompts, the record of a "
+            "`segment` any position. The engine computes a `stream` part with full context. A `primitive` is "
+            "a separator, PDep or padding, which the model does not see."
         ),
     ]
     runs: Annotated[list[Run], _says("Runs of tokens, which together are the whole part.")]

@@ -106,10 +106,10 @@ class SegmentParallelConfig(ConfigSection):
     events: Url
     """Address at which the engine publishes changes of what it caches."""
     advertise: Url | None = None
-    """Address that other instances are told instead of ``listen``, behind NAT or when bound to all
-    interfaces."""
+    """Address of the receiver that other instances use: behind NAT, or where ``listen`` binds all interfaces.
+    With ``null`` other instances use ``listen``."""
     advertise_events: Url | None = None
-    """Address that other instances are told instead of ``events``."""
+    """Address of the events that other instances and routers use; with ``null`` they use ``events``."""
     secret_file: PathText | None = None
     """File with the secret that all instances and routers share; required unless both addresses are loopback.
     With ``null`` the instances and routers of one user on one machine share a secret that they make

@@ -84,14 +84,13 @@ class HypicModelRunner(GPUModelRunner):
         config, geometry = config_of(self.vllm_config), worker.geometry
         self._log_operators()
         logger.info(
-            "hypic: %s; link %s, seam windows of %d tokens, context %s, islands %s (reasons: %s); "
-            "pool of %.2f GiB = %s; %s",
+            "hypic: %s; link %s, seam windows of %d tokens, context %s, islands %s "
+            "(reasons: docs/how-to/choose-for-my-model.md); pool of %.2f GiB = %s; %s",
             found,
             config.link,
             config.seam_tokens,
             config.context,
             config.islands,
-            "docs/how-to/choose-for-my-model.md",
             geometry.nbytes / 2**30,
             geometry.room,
             "eager" if self.compilation_config.mode == CompilationMode.NONE else "compiled",

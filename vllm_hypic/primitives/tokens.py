@@ -30,11 +30,7 @@ class Marker(Enum):
 
 @dataclass(frozen=True)
 class PrimitiveTexts:
-    """Text forms of the primitives, as they stand in prompt strings and chat messages.
-
-    ``literal``: in prompts they are text like any other, and only decoding writes them; primitives come as
-    token ids, or as parts of a request (:mod:`.parts`).
-    """
+    """Text forms of the primitives, as they stand in prompt strings and chat messages."""
 
     sep: str = "<|hypic_sep|>"
     """Text of the separator, which ends one segment and starts the next."""
@@ -43,7 +39,8 @@ class PrimitiveTexts:
     pad: str = "<|hypic_pad|>"
     """Text of padding, which takes one position and has no content."""
     literal: bool = False
-    """In prompts the three texts are ordinary text; token ids and parts of a request mark segments."""
+    """With true, ``sep``, ``pdep`` and ``pad`` are ordinary text in prompts, and only token ids or parts of a
+    request mark segments."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.literal, bool):
