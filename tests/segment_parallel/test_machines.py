@@ -191,7 +191,7 @@ def test_an_offer_past_its_deadline_is_retracted(network: Network) -> None:
     network.run()
     later = network.send(1, A)
     network.run(2.0)
-    assert network.reason(0, given_up) == "offered, not expected there within 2 s"
+    assert network.reason(0, given_up) == "the receiver did not expect the record within 2 s"
     network.expect(A)
     assert not network.ends[0].answers, "the sender that has given up was cleared to send"
     network.run()
@@ -325,7 +325,7 @@ def test_bytes_that_have_not_left_at_the_deadline_cut_the_connection(network: Ne
     assert not transfer.released and end.machine.tick(network.now + 4.9) is Next.KEEP
     network.pass_time(5.0)
     assert transfer.released and end.peer is None
-    assert network.reason(0, ticket) == "sent, not acknowledged within 5 s"
+    assert network.reason(0, ticket) == "the receiver did not confirm the record within 5 s"
 
 
 def test_a_clearance_that_nobody_waits_for_is_retracted(network: Network) -> None:

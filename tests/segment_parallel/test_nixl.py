@@ -227,7 +227,8 @@ def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
 def test_a_deadline_while_it_is_read(owner: Owner, outgoing: GatedOutgoing) -> None:
     owner.expect(A)
     sent = outgoing.deliver(A, DATA, owner.url, deadline_s=0.5)
-    assert sent.reason == "ready to be read, not acknowledged within 0.5 s" and not outgoing.gate.busy
+    assert sent.reason == "the receiver did not confirm reading the record within 0.5 s"
+    assert not outgoing.gate.busy
     outgoing.gate.open()
     with Outgoing() as other:
         assert other.deliver(A, DATA, owner.url).delivered

@@ -126,17 +126,17 @@ def test_without_a_file_a_users_processes_share_one_that_the_first_makes(state: 
 def test_one_that_others_can_read_or_that_cannot_be_made_is_named(state: Path) -> None:
     secret_of(None)
     state.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"secret is of user .* with mode 640: expected .*mode 600"):
+    with pytest.raises(ConfigError, match=r"secret belongs to user .*, mode 640: expected .*mode 600"):
         secret_of(None)
     state.unlink()
     state.parent.rmdir()
     state.parent.write_text("in the way")
-    with pytest.raises(ConfigError, match=r"cannot be kept in .*expected secret_file"):
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*set secret_file"):
         secret_of(None)
 
 
 def test_another_users_secret_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret_of(None)
     monkeypatch.setattr(os, "geteuid", lambda: state.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="is of user"):
+    with pytest.raises(ConfigError, match="belongs to user"):
         secret_of(None)

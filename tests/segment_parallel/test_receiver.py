@@ -107,7 +107,7 @@ def test_another_namespace_is_turned_away(owner: Owner, stranger: Peer, namespac
 def test_another_version_is_turned_away_whatever_its_greeting_holds(stranger: Peer) -> None:
     stranger.frames(msgspec.msgpack.encode(["hello", wire.VERSION + 1, "ns", "s" * 32, {"new": [1, 2]}]))
     answer = stranger.hear()
-    assert isinstance(answer, wire.Unwelcome) and f"speaks {wire.VERSION}" in answer.reason
+    assert isinstance(answer, wire.Unwelcome) and f"expected {wire.VERSION}" in answer.reason
 
 
 def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> None:
@@ -158,8 +158,8 @@ def test_the_end_of_an_expectation_is_told_to_all_who_offer(
         (Peer.close, None, Verdict.TAKEN),
         (lambda first: first.say(wire.Retract(A)), None, Verdict.TAKEN),
         (lambda first: first.data(A, bytes(MIB + 1)), None, Verdict.TAKEN),  # is cut off
-        (lambda first: first.data(A, DATA + b"x"), "10001 bytes; 10000 were offered", Verdict.TAKEN),
-        (lambda first: first.data(A, DATA[:-1]), "9999 bytes; 10000 were offered", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA + b"x"), "it has 10001 bytes; the offer said 10000", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA[:-1]), "it has 9999 bytes; the offer said 10000", Verdict.TAKEN),
         (lambda first: first.data(A, DATA), "the record is damaged", Verdict.DAMAGED),
         (lambda first: first.data(A, DATA), f"the record is {Verdict.FOREIGN.value}", Verdict.FOREIGN),
     ],

@@ -39,7 +39,7 @@ def test_a_reader_that_fails_is_logged_and_ends_nothing(
 
     owner.receiver.expect(A, MIB, reader)
     answer = deliver(peer, A)
-    assert isinstance(answer, wire.Nack) and answer.reason.startswith("the reader failed")
+    assert isinstance(answer, wire.Nack) and answer.reason.startswith("the record could not be read")
     assert wire.short(A) in caplog.text and "Traceback" in caplog.text
     owner.receiver.withdraw(A)  # does not wait for a reader that has failed
     owner.expect(A)
@@ -111,13 +111,13 @@ def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> 
 
 def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
     owner.expect(A, limit=9_999)
-    assert peer.offer(A) == wire.Nack(A, "10000 bytes; at most 9999 are taken")
+    assert peer.offer(A) == wire.Nack(A, "it has 10000 bytes; expected at most 9999")
     answer = peer.ask(wire.Offer(B, 64 * MIB + 1))  # larger than whatever may be expected later
-    assert isinstance(answer, wire.Nack) and f"at most {64 * MIB} are taken" in answer.reason
+    assert isinstance(answer, wire.Nack) and f"expected at most {64 * MIB}" in answer.reason
     peer.say(wire.Offer(C, 500))
     assert peer.hears_nothing()
     owner.expect(C, limit=499)
-    assert peer.hear() == wire.Nack(C, "500 bytes; at most 499 are taken")
+    assert peer.hear() == wire.Nack(C, "it has 500 bytes; expected at most 499")
     assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A)
     assert owner.receiver.counts().refused == 3
 

@@ -59,7 +59,9 @@ def test_others_are_kept_out(server: Secret | None, client: Secret | None) -> No
         owner.expect(name)
         sent = outgoing.deliver(name, data, owner.url, deadline_s=0.8)
         assert not sent.delivered
-        assert sent.reason.startswith("no answer (nobody listens there, or with another secret) within 0.8 s")
+        assert sent.reason.startswith(
+            "no answer (no receiver listens there, or its secret differs) within 0.8 s"
+        )
         with pytest.raises(TimeoutError):
             withdraw(owner.url, "ns", [name], client, timeout_s=0.4)
         assert not owner.poll() and not owner.read

@@ -92,8 +92,8 @@ class Publisher:
         except (ValueError, zmq.ZMQError) as e:
             self._free()
             raise ConfigError(
-                f"hypic config: segment_parallel.events={bind!r}: cannot listen there ({e}); "
-                "expected tcp://ADDRESS:PORT, an address of this machine and a port that nobody uses"
+                f"hypic config: segment_parallel.events={bind!r}: cannot listen on it ({e}); "
+                "expected tcp://ADDRESS:PORT with an address of this machine and a free port"
             ) from e
         self._thread = threading.Thread(target=self._run, name="hypic events", daemon=True)
         self._thread.start()
@@ -280,7 +280,7 @@ class Subscription:
         try:
             self._ipv6 = Address.parse(url).ipv6
         except ValueError as e:
-            raise ConfigError(f"events of an instance: {e}") from e
+            raise ConfigError(f"address of an instance's events: {e}") from e
 
     def _connect(self, socket: zmq.asyncio.Socket) -> None:
         if self._secret is not None:
@@ -349,7 +349,7 @@ class Subscription:
             view._apply(message)
             self._seq = message.seq
             if len(view.resident) + len(view.pending) > MOST_NAMES:
-                log.error("%s publishes more than %d names: it is left out", self.url, MOST_NAMES)
+                log.error("%s publishes more than %d names: the router ignores them", self.url, MOST_NAMES)
                 view._forget(message.boot)
                 self._seq = None
                 return

@@ -69,7 +69,7 @@ class SocketLoop:
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(5.0)
             if self._thread.is_alive():
-                logger.warning("%s: closing waits for what is under way", self._name)
+                logger.warning("%s: the shutdown waits for an operation in progress", self._name)
         self._woken.close()
         self._waker.close()
         self.context.term()
@@ -85,7 +85,7 @@ class SocketLoop:
                     return
                 turn()
         except Exception:
-            logger.exception("%s: ended by a fault; no more records travel", self._name)
+            logger.exception("%s: the thread failed; no records travel until the engine restarts", self._name)
         finally:
             end()
 

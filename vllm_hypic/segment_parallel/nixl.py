@@ -99,7 +99,7 @@ class _Agent:
         try:
             self.nixl.get_new_notifs()
         except self.errors as e:
-            self._complaints.warn("progress", "NIXL: %s", e)
+            self._complaints.warn("progress", "NIXL cannot read its notifications: %s", e)
 
     def close(self) -> None:
         """The memory outlives the agent, which writes there, and lets others read, until it is gone."""
@@ -195,7 +195,7 @@ class Puller(Inbound):
         source = self._source(message.metadata)
         start = self._spans.take(nbytes)
         if start is None:
-            raise TransportError(f"no room for {nbytes} bytes in the receive buffer")
+            raise TransportError(f"the receive buffer (nixl_bytes) has no room for {nbytes} bytes")
         nixl, here = self._agent.nixl, self._agent.address + start
         try:
             spans = [nixl.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, message.address)]
@@ -204,7 +204,7 @@ class Puller(Inbound):
         except self._agent.errors as e:
             self._spans.give_back(start)
             source.faulty = True
-            raise TransportError(f"NIXL cannot read there: {e}") from e
+            raise TransportError(f"NIXL cannot read from the sender: {e}") from e
         deadline = time.monotonic() + self._late_s + nbytes / LATE_BYTES_PER_S
         data = self._agent.memory[start : start + nbytes]
         pull = Pull(data, start=start, source=source, handle=handle, deadline=deadline)
@@ -222,7 +222,7 @@ class Puller(Inbound):
             if (fault := self._fault(pull)) is None:
                 if now < pull.deadline:
                     continue
-                fault = "it took too long"
+                fault = "the transfer took too long"
                 self._given_up.append(pull)
                 pull.source.faulty = True
             elif fault:
@@ -274,7 +274,7 @@ class Puller(Inbound):
         source = self._sources.get(metadata)
         if source is not None and source.faulty:
             if source.pulls:
-                raise TransportError("an earlier transfer from there hangs")
+                raise TransportError("an earlier transfer from this sender hangs")
             del self._sources[metadata]
             self._disconnect(source)
             source = None
@@ -283,7 +283,7 @@ class Puller(Inbound):
             try:
                 name = self._agent.nixl.add_remote_agent(metadata).decode(errors="replace")
             except self._agent.errors as e:
-                raise TransportError(f"its NIXL metadata is not accepted: {e}") from e
+                raise TransportError(f"NIXL refuses the sender's metadata: {e}") from e
             if any(other.name == name for other in self._sources.values()):
                 raise TransportError("another sender has the same NIXL name")
             source = self._sources[metadata] = _Source(name, metadata)
@@ -295,7 +295,7 @@ class Puller(Inbound):
             return
         idle = next((s for s in self._sources.values() if not s.pulls), None)
         if idle is None:
-            raise TransportError(f"{MOST_SOURCES} other senders are being read from")
+            raise TransportError(f"the receiver already reads from {MOST_SOURCES} senders, the most allowed")
         del self._sources[idle.metadata]
         self._disconnect(idle)
 
@@ -309,8 +309,8 @@ def open_nixl(config: SegmentParallelConfig) -> tuple[Exporter, Puller]:
     loopback = config.secret_file is None
     if not loopback and _DEVICES not in os.environ:
         logger.warning(
-            "NIXL: UCX is neither encrypted nor authenticated, and listens on all interfaces: who can "
-            "connect may read and write this process's memory. Set %s to a private network's devices",
+            "NIXL: UCX neither encrypts nor authenticates, and listens on all interfaces. Any host that can "
+            "connect can read and write this process's memory. Set %s to the devices of a private network",
             _DEVICES,
         )
     nbytes = config.nixl_bytes
@@ -338,8 +338,8 @@ def _nixl() -> tuple[Any, tuple[type[Exception], ...]]:
         from nixl import _api, _bindings
     except ImportError as e:
         raise ConfigError(
-            f"hypic config: segment_parallel.transport='nixl': NIXL cannot be imported ({e}): expected "
-            f"`{INSTALL}`, or transport 'tcp'"
+            f"hypic config: segment_parallel.transport='nixl': NIXL cannot be imported ({e}): run "
+            f"`{INSTALL}`, or set transport 'tcp'"
         ) from e
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # else it reports to stdout

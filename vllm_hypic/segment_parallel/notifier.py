@@ -76,6 +76,6 @@ def _tell(
                 case wire.Withdrawn() | wire.Noted():
                     unanswered -= 1
                 case wire.Unwelcome():
-                    raise ConnectionRefusedError(f"turned away by {address.url}: {reply.reason}")
+                    raise ConnectionRefusedError(f"rejected by {address.url}: {reply.reason}")
     finally:
         context.destroy(linger=0)

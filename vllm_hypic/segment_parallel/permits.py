@@ -69,8 +69,8 @@ class Permits:
         permit = options.get(PERMIT)
         if permit is None:
             raise LinkError(
-                f"{given[0]}: only a router may send this: expected {PERMIT}, made with the secret of this "
-                "engine (segment_parallel.secret_file; without one, that of its user on its machine)"
+                f"{given[0]}: only a router may send this option: expected {PERMIT}, made with this engine's "
+                "secret (segment_parallel.secret_file; by default the secret of its user on its machine)"
             )
         found = _FORM.fullmatch(permit) if isinstance(permit, str) else None
         if found is None:
@@ -78,14 +78,14 @@ class Permits:
         until = int(found[1])
         if not hmac.compare_digest(found[2], self._mac(until, options, subject)):
             raise LinkError(
-                f"{PERMIT} is not valid for this request: expected one made for this very prompt, cache_salt "
-                "and options, with the secret of this engine (segment_parallel.secret_file)"
+                f"{PERMIT} is not valid for this request: expected one made for this prompt, cache_salt "
+                "and options with this engine's secret (segment_parallel.secret_file)"
             )
         left = until - self._clock()
         if not 0 < left <= 2 * LIFETIME_S:
             raise LinkError(
-                f"{PERMIT} ends {left:.0f} s from now: expected 0 to {2 * LIFETIME_S}; it is used too late, "
-                "or the clocks of router and engine differ"
+                f"{PERMIT} ends {left:.0f} s from now: expected 0 to {2 * LIFETIME_S}; the request "
+                "came too late, or the clocks of router and engine differ"
             )
 
     def _mac(self, until: int, options: Mapping[str, Any], subject: Subject) -> str:

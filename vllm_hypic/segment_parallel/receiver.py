@@ -72,8 +72,7 @@ class Receiver:
         except zmq.ZMQError as e:
             self._loop.close()
             raise ConfigError(
-                f"{where}: cannot be bound: {e.strerror}; expected an address of this machine, and a port "
-                "that nobody else listens on"
+                f"{where}: cannot be bound: {e.strerror}; expected an address of this machine and a free port"
             ) from e
         self.url: str = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         """Where senders connect to, unless the address is all interfaces or behind a NAT."""
@@ -96,9 +95,9 @@ class Receiver:
         self._loop.poll(self._socket)
         self._loop.start(self._wait_ms, self._turn, self._end)
         logger.info(
-            "receiver: records are taken at %s, from %s",
+            "receiver: accepts records at %s, from %s",
             self.url,
-            "who has the secret" if secret else "this machine (no secret_file)",
+            "senders with the secret" if secret else "this machine (no secret_file)",
         )
 
     # -- called by the owner
@@ -157,7 +156,7 @@ class Receiver:
     def _wait_for_reader(self, name: str) -> None:
         while not self._loop.here and self._reading is not None and self._reading.name == name:
             if not self._lock.wait(_WARN_S):
-                logger.warning("receiver %s: withdrawing %s waits for its reader", self.url, wire.short(name))
+                logger.warning("receiver %s: cannot withdraw %s while it is read", self.url, wire.short(name))
 
     # -- the thread
 
@@ -212,8 +211,8 @@ class Receiver:
         except wire.Malformed as e:
             fault = str(e)
         except Exception:  # one peer's message must not end the service of all others
-            self._complain("fault", "receiver %s: a message was not handled", self.url)
-            fault = "a fault of ours"
+            self._complain("fault", "receiver %s: a message caused an internal error", self.url)
+            fault = "an internal error of this receiver"
         if fault:
             with self._lock:
                 self._machine.drop(peer, fault)
@@ -227,10 +226,10 @@ class Receiver:
                 self._machine.connected(peer)
             return
         if not 1 <= len(frames) <= 2:
-            raise wire.Malformed("a message of no frames, or of more than two")
+            raise wire.Malformed("expected a message of one or two frames")
         request = self._codec.request(frames[0].buffer)
         if (len(frames) == 2) != isinstance(request, wire.Data):
-            raise wire.Malformed(f"{type(request).__name__} in {len(frames)} frames")
+            raise wire.Malformed(f"a {type(request).__name__} message must not have {len(frames)} frames")
         with self._lock:
             if isinstance(request, wire.Hello):
                 self._machine.greet(peer, request, str(frames[0].get("Peer-Address")), now)
@@ -290,8 +289,8 @@ class Receiver:
             verdict = expected.reader(data)
             return "" if verdict is Verdict.TAKEN else f"the record is {verdict.value}"
         except Exception as e:
-            self._complain("reader", "receiver: the reader of %s failed", wire.short(expected.name))
-            return f"the reader failed: {type(e).__name__}: {e}"
+            self._complain("reader", "receiver: record %s could not be read", wire.short(expected.name))
+            return f"the record could not be read: {type(e).__name__}: {e}"
 
     def _complain(self, kind: str, message: str, about: str) -> None:
         """Log the exception that is being handled."""

@@ -111,7 +111,7 @@ class ReceiverMachine:
         if self._closed:
             self._end(name, Outcome.CLOSED, Outcome.CLOSED.value)
         elif self._withdrawn.pop(name, now):
-            self._end(name, Outcome.WITHDRAWN, "withdrawn before it was expected")
+            self._end(name, Outcome.WITHDRAWN, "withdrawn by the router before it was expected")
         elif self._stored.pop(name, now):
             self._stop_expecting(name, now)  # who offers it as well is told
             self._end_in_tier(name, now)
@@ -154,7 +154,7 @@ class ReceiverMachine:
         self.lost(peer, now)
         reason = ""
         if hello.version != wire.VERSION:
-            reason = f"transfer protocol {hello.version}: this instance speaks {wire.VERSION}"
+            reason = f"transfer protocol {hello.version}: expected {wire.VERSION}; use one vllm-hypic version"
         elif hello.namespace != self._namespace:
             reason = (
                 f"namespace {hello.namespace}: this instance has {self._namespace}; model, weights and "
@@ -162,7 +162,7 @@ class ReceiverMachine:
             )
         if reason:
             self.counts.unwelcome += 1
-            self._complaints.warn(f"unwelcome {address}", "receiver: %s is turned away: %s", address, reason)
+            self._complaints.warn(f"unwelcome {address}", "receiver: rejects %s: %s", address, reason)
             self._reply(peer, wire.Unwelcome(wire.clip(reason)))
             return
         if (before := self._peer_of.get(hello.sender)) is not None:
@@ -208,7 +208,7 @@ class ReceiverMachine:
         """A message of the peer is not understood, or was not asked for: it changes nothing."""
         self.counts.dropped += 1
         who = self._address(peer)
-        self._complaints.warn("dropped", "receiver: a message of %s is dropped: %s", who, reason)
+        self._complaints.warn("dropped", "receiver: drops a message of %s: %s", who, reason)
 
     # -- bytes
 
@@ -221,7 +221,7 @@ class ReceiverMachine:
             return None
         del expected.grants[grant.peer]
         if nbytes != grant.nbytes:
-            self._refuse(grant.peer, grant.name, f"{nbytes} bytes; {grant.nbytes} were offered")
+            self._refuse(grant.peer, grant.name, f"it has {nbytes} bytes; the offer said {grant.nbytes}")
             self._grant(grant.name, now)
             return None
         return expected
@@ -229,10 +229,9 @@ class ReceiverMachine:
     def failed(self, grant: Grant, reason: str, now: float) -> None:
         """The bytes cannot be read where they lie: their peer is to send them."""
         self.counts.unpulled += 1
-        what = f"{wire.short(grant.name)} of {self._address(grant.peer)}, which is asked for over TCP"
-        self._complaints.warn(
-            f"unpulled {self._address(grant.peer)}", "receiver: NIXL did not bring %s: %s", what, reason
-        )
+        what, who = wire.short(grant.name), self._address(grant.peer)
+        message = "receiver: NIXL did not bring record %s of %s, which now comes over TCP: %s"
+        self._complaints.warn(f"unpulled {who}", message, what, who, reason)
         if (expected := self._current(grant)) is not None:
             self._clear_to_send(expected, grant.peer, grant.nbytes, False, now)
 
@@ -270,7 +269,7 @@ class ReceiverMachine:
         if expected is None and self._settled.has(name, now):
             self._reply(peer, wire.Done(name))
         elif offer.nbytes > limit:
-            self._refuse(peer, name, f"{offer.nbytes} bytes; at most {limit} are taken")
+            self._refuse(peer, name, f"it has {offer.nbytes} bytes; expected at most {limit}")
         else:
             self._withdrawn.discard(name)
             self._offers.add(name, peer, offer.nbytes, now)
@@ -315,10 +314,10 @@ class ReceiverMachine:
             if self._called_off.pop(_late_key(name, peer), now):
                 self.counts.late += 1
             else:
-                self.drop(peer, f"data of {wire.short(name)} that nobody asked for")
+                self.drop(peer, f"this receiver did not request record {wire.short(name)}")
         elif isinstance(message, wire.Held):
             if grant.reading or not grant.pull:
-                self.drop(peer, f"{wire.short(name)} is to be read, which nobody asked for")
+                self.drop(peer, f"this receiver did not request record {wire.short(name)} over NIXL")
                 return None
             grant.reading = True
         return grant
@@ -335,7 +334,7 @@ class ReceiverMachine:
                 return
             self._offers.pop(name, offered.peer)
             if offered.nbytes > expected.limit:
-                reason = f"{offered.nbytes} bytes; at most {expected.limit} are taken"
+                reason = f"it has {offered.nbytes} bytes; expected at most {expected.limit}"
                 self._refuse(offered.peer, name, reason)
             else:
                 self._clear_to_send(expected, offered.peer, offered.nbytes, self._pull, now)
@@ -354,7 +353,7 @@ class ReceiverMachine:
             return False
         self._complaints.warn(
             "late",
-            "receiver: %s was offered by %s, and has not come for %.0f s: another sender may try",
+            "receiver: record %s of %s has not arrived for %.0f s; another sender may send it now",
             wire.short(expected.name),
             self._address(grant.peer),
             now - grant.since,
@@ -387,7 +386,7 @@ class ReceiverMachine:
     def _refuse(self, peer: bytes, name: str, reason: str) -> None:
         self.counts.refused += 1
         what, who = wire.short(name), self._address(peer)
-        self._complaints.warn(f"refused {who}", "receiver: %s of %s is refused: %s", what, who, reason)
+        self._complaints.warn(f"refused {who}", "receiver: refuses record %s of %s: %s", what, who, reason)
         self._reply(peer, wire.Nack(name, wire.clip(reason)))
 
     def _reply(self, peer: bytes, reply: wire.Reply) -> None:

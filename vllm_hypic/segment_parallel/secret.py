@@ -38,7 +38,7 @@ class Secret:
         """:class:`ConfigError` when ``secret`` is shorter than 32 bytes."""
         _check_length(secret)
         if not zmq.has("curve"):
-            raise ConfigError("segment_parallel: this libzmq has no CURVE: expected one built with libsodium")
+            raise ConfigError("segment_parallel: this libzmq has no CURVE: install one built with libsodium")
         self._server_public, self._server_private = _key_pair(secret, b"hypic server")
         self._client_public, self._client_private = _key_pair(secret, b"hypic client")
 
@@ -101,12 +101,12 @@ def secret_of(path: str | None) -> bytes:
     except OSError as e:
         raise ConfigError(
             f"segment_parallel: the secret of this machine's routers and engines cannot be kept in {own}: "
-            f"{e.strerror}; expected secret_file (routers: --secret-file), or a folder that may be written"
+            f"{e.strerror}; set secret_file (routers: --secret-file), or make that folder writable"
         ) from e
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
-            f"segment_parallel: {own} is of user {found.st_uid} with mode {found.st_mode & 0o777:o}: "
-            f"expected user {os.geteuid()} and mode 600; delete it, and start routers and engines anew"
+            f"segment_parallel: {own} belongs to user {found.st_uid}, mode {found.st_mode & 0o777:o}: "
+            f"expected user {os.geteuid()} and mode 600; delete the file, then restart routers and engines"
         )
     return _of_file(str(own))
 

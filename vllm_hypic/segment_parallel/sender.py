@@ -223,10 +223,10 @@ class Sender:
             after = Next.KEEP
             try:
                 if len(frames) != 1:
-                    raise wire.Malformed(f"an answer of {len(frames)} frames")
+                    raise wire.Malformed(f"it has {len(frames)} frames, expected 1")
                 after = connection.machine.handle(self._codec.reply(frames[0]), time.monotonic())
             except wire.Malformed as e:
-                self._complaints.warn(url, "sender: an answer of %s is ignored: %s", url, e)
+                self._complaints.warn(url, "sender: ignores an answer of %s: %s", url, e)
             if after is Next.CLOSE:
                 self._disconnect(url)
                 return
@@ -268,7 +268,7 @@ class Sender:
                 waiting.append(transfer)
                 continue
             if late and not transfer.released:
-                logger.error("sender: libzmq still holds %s", wire.short(transfer.name))
+                logger.error("sender: libzmq holds record %s after its deadline", wire.short(transfer.name))
             with self._lock:
                 self._report(transfer)
         self._releasing[:] = waiting

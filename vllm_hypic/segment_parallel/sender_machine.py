@@ -36,12 +36,12 @@ class Sent:
 
 
 class State(Enum):
-    """How far a transfer is."""
+    """How far a transfer is, in the words of its failure."""
 
-    NEW = "not offered"
-    OFFERED = "offered, not expected there"
-    HELD = "ready to be read, not acknowledged"
-    SENDING = "sent, not acknowledged"
+    NEW = "the record was not offered"
+    OFFERED = "the receiver did not expect the record"
+    HELD = "the receiver did not confirm reading the record"
+    SENDING = "the receiver did not confirm the record"
 
 
 @dataclass(eq=False)
@@ -159,11 +159,11 @@ class SenderMachine:
                     if transfer.state is State.NEW:
                         self._offer(transfer, now)
             case wire.Unwelcome():
-                self._complaints.warn(self._url, "sender: turned away by %s: %s", self._url, reply.reason)
-                self.end(f"turned away: {reply.reason}", now)
+                self._complaints.warn(self._url, "sender: rejected by %s: %s", self._url, reply.reason)
+                self.end(f"rejected: {reply.reason}", now)
                 return Next.CLOSE  # it may become another: what is sent later asks again
             case wire.Withdrawn() | wire.Noted():
-                raise wire.Malformed("an answer to what was not asked")
+                raise wire.Malformed("it answers no request")
             case wire.ClearToSend():
                 self._clear(reply)
             case wire.Ack():
@@ -181,7 +181,7 @@ class SenderMachine:
             within = f"within {transfer.deadline - transfer.started:.3g} s"
             self._complaints.warn(
                 self._url,
-                "sender: %s was not delivered to %s %s: %s",
+                "sender: record %s was not delivered to %s %s: %s",
                 wire.short(transfer.name),
                 self._url,
                 within,
@@ -252,7 +252,7 @@ class SenderMachine:
 
     def _why(self, transfer: Transfer) -> str:
         if not self._heard:
-            return "no answer (nobody listens there, or with another secret)"
+            return "no answer (no receiver listens there, or its secret differs)"
         if not self._greeted:
             return "the connection was lost"
         return transfer.state.value

@@ -25,7 +25,7 @@ ONE, TWO = ["--prefill", "http://127.0.0.1:1"], ["--combine", "http://127.0.0.1:
         ([*ONE, "--combine", "http://h:99999"], "'http://h:99999': expected http://HOST:PORT"),
         ([*ONE, "--combine", "http://h:1/?a=b"], "expected http://HOST:PORT"),
         ([*ONE, *ONE, *TWO], "is given twice"),
-        ([*ONE, "--pool", "http://h:1"], "--pool URL stands alone"),
+        ([*ONE, "--pool", "http://h:1"], "--pool cannot be combined with --prefill or --combine"),
         ([*ONE, *TWO, "--min-gain", "2"], "--min-gain 2.0: expected a share, 0 to 1, or -1"),
         ([*ONE, *TWO, "--min-gain", "-0.5"], "--min-gain -0.5: expected a share, 0 to 1, or -1"),
         ([*ONE, *TWO, "--min-gain", "nan"], "--min-gain nan: expected a share, 0 to 1, or -1"),

@@ -73,7 +73,7 @@ def test_only_what_a_router_signed_is_sent(stand: Stand, somebody: Somebody):
         ("not valid for this request", post(stand, prompt, signed(options, prompt, secret=b"x" * 32))),
         ("not valid for this request", post(stand, another, taken)),
         ("not valid for this request", post(stand, prompt, taken, cache_salt="another's")),
-        ("it is used too late", post(stand, prompt, signed(options, prompt, ago_s=2 * LIFETIME_S))),
+        ("the request came too late", post(stand, prompt, signed(options, prompt, ago_s=2 * LIFETIME_S))),
     ):
         assert refused.status_code == 400 and why in refused.json()["error"]["message"], refused.text
     assert not somebody.called and stand.counted("segments_computed", stand.cluster.workers) == 0

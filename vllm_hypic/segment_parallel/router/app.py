@@ -90,7 +90,7 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
 def _report(task: asyncio.Task[None]) -> None:
     """Log that a task which should run for ever ended, by a fault of ours."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a background task of the router ended", exc_info=error)
+        log.error("a background task of the router failed; restart the router", exc_info=error)
 
 
 def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict[str, Any]]:
@@ -107,7 +107,7 @@ def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict
 def _unheard(instance: Instance) -> str:
     if instance.state is not InstanceState.DESCRIBED or instance.view.known:
         return ""
-    return "its events are not heard: not reachable, another secret_file, or its engine hangs"
+    return "its events do not arrive: it is unreachable, its secret_file differs, or its engine hangs"
 
 
 def _instance(instance: Instance) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def router(
     segments that no instance has cached. The router passes every other request on.
     """
     if pool and (prefill or combine):
-        raise click.UsageError("--pool URL stands alone: its instances do what --prefill and --combine do")
+        raise click.UsageError("--pool cannot be combined with --prefill or --combine: its instances do both")
     try:
         settings = RouterConfig(
             prefill=tuple(url.rstrip("/") for url in pool or prefill),

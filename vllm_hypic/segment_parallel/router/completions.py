@@ -132,7 +132,7 @@ class Completions:
                 ids = await tokens_of(self._http, instance, asked, request.origin)
             except NoAnswer as e:
                 self._metrics.failures.labels("tokenize", instance.url).inc()
-                log.warning("request %s: %s did not tokenise it: %s", request.id, instance.url, e)
+                log.warning("request %s: %s did not tokenise the prompt: %s", request.id, instance.url, e)
                 continue
             if ids is None:
                 return Whole.NOT_TOKENISED, None
@@ -246,7 +246,7 @@ class Completions:
             count_failure(self._metrics, "stream", answer.instance, request.id, e)
             if not answer.is_event_stream:
                 raise BrokenOff(f"request {request.id}: {e}") from e
-            await exchange.end_stream(f"the instance that answered failed: {e}")
+            await exchange.end_stream(f"the instance failed during its answer: {e}")
         finally:
             answer.instance.open_requests -= 1
             await answer.close()
@@ -314,7 +314,7 @@ def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | No
         or uuid.uuid4().hex
     )
     if (stripped := without_transfer(parsed)) is not parsed:
-        log.warning("request %s: the client's own transfer options are left out", request_id)
+        log.warning("request %s: removed the client's transfer options: only routers set them", request_id)
         parsed, body = stripped, msgspec.json.encode(stripped)
     model, priority = parsed.get("model"), parsed.get("priority")
     origin = Origin(

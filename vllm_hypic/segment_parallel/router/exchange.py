@@ -103,7 +103,7 @@ class Exchange:
         if last is not None and last.answer is not None:
             await self.relay(last.answer, [(REQUEST_ID, request_id.encode())])
         elif last is not None:
-            message = f"no instance could answer; the last one: {last}"
+            message = f"no instance could answer; the last error: {last}"
             await self.refuse(502, message, "BadGatewayError", request_id)
         else:
             why = "; ".join(f"{i.url}: {i.reason or 'not usable'}" for i in instances)

@@ -59,7 +59,7 @@ class Instance:
     def __init__(self, url: str, roles: Roles, settings: RouterConfig) -> None:
         self.url, self.roles = url, roles
         self.state = InstanceState.UNKNOWN
-        self.reason = "not reached yet"
+        self.reason = "the router has not reached it yet"
         """Why it is not usable."""
         self.description: Description | None = None
         self.separator_text: str | None = None
@@ -103,7 +103,7 @@ class Instance:
             return
         self._back_off_s = min(LONGEST_BACK_OFF_S, 2 * self._back_off_s or FIRST_BACK_OFF_S)
         self._suspect_until = time.monotonic() + self._back_off_s
-        log.warning("%s is left out for %.0f s: %s", self.url, self._back_off_s, reason)
+        log.warning("the router avoids %s for %.0f s: %s", self.url, self._back_off_s, reason)
 
     def trust(self) -> None:
         """End its back-off: it did what it was asked, or is a new process."""
@@ -261,7 +261,7 @@ class InstancePool:
             )
         receiver = instance.description.receiver
         if (other := receivers.setdefault(receiver, instance.url)) != instance.url:
-            text = f"it receives records at {receiver} as {other} does: give each its own `listen`"
+            text = f"it receives records at {receiver}, as {other} does: give each its own `listen`"
             return Exclusion.RECEIVER, text
         return None
 

@@ -40,7 +40,7 @@ class ReceiverNotifier:
 
     async def withdraw(self, combine: Instance, keys: Sequence[str]) -> None:
         """Nobody sends these.  A combine node that cannot be told computes them after its deadline."""
-        await self._tell(withdraw, combine, keys, "withdraw", "are not coming")
+        await self._tell(withdraw, combine, keys, "withdraw", "will not arrive")
 
     async def stored(self, combine: Instance, keys: Sequence[str]) -> bool:
         """These are in a tier that it shares.  Whether it knows now."""
@@ -91,7 +91,7 @@ class ReceiverNotifier:
         except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
             self._metrics.failures.labels(failure, description.receiver).inc()
             log.warning(
-                "%s could not be told that %d records %s: %s", description.receiver, len(keys), what, e
+                "the router cannot tell %s that %d records %s: %s", description.receiver, len(keys), what, e
             )
             return False
         return True

@@ -98,7 +98,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
     if method.context in ("text", "learned") and (
         not description.context_tokens or method.context != description.context
     ):
-        raise LinkError(f"hypic_context={method.context!r}: the instance does not tell that context")
+        raise LinkError(f"hypic_context={method.context!r}: the instance does not describe this context")
     return build_plan(
         parse_prompt(ids, description.primitives),
         # Islands change what is computed in the stream, no record: they are the combine node's business.

@@ -115,7 +115,7 @@ async def send_segment(
     try:
         answer = await http.send(request)
     except httpx.TimeoutException as e:
-        return SegmentResult(SegmentOutcome.FAILED, f"timed out ({type(e).__name__})")
+        return SegmentResult(SegmentOutcome.FAILED, f"the request timed out ({type(e).__name__})")
     except httpx.TransportError as e:
         return SegmentResult(SegmentOutcome.FAILED, f"{type(e).__name__}: {e}")
     if answer.status_code == 200:

@@ -233,7 +233,7 @@ class InFlightTransfers:
         transfer.over.set()
         task = transfer.task
         if task is not None and not task.cancelled() and (error := task.exception()):
-            log.error("segment %s: the router's own fault", transfer.key[:12], exc_info=error)
+            log.error("segment %s: internal error of the router", transfer.key[:12], exc_info=error)
 
     async def _bring(self, transfer: InFlightTransfer, first: _Attempt) -> None:
         """Ask one worker after another, until the record is delivered or nobody is left."""
@@ -243,7 +243,7 @@ class InFlightTransfers:
                 worker = self._another(transfer)
                 if worker is not None:
                     self._metrics.segments.labels("redispatched").inc()
-                    self._warn(transfer, "is now asked of %s", worker.url)
+                    self._warn(transfer, "is now requested from %s", worker.url)
                     cost = 0 if worker.holds(transfer.key) else transfer.ask.tokens
                     attempts.append(self._attempt(transfer, worker, cost))
                 elif not attempts or fault is _Fault.LATE:
@@ -260,7 +260,7 @@ class InFlightTransfers:
             newest = attempts[-1]
             left = newest.begun + self._late_after_s(newest) - time.monotonic()
             if left <= 0:
-                self._count(transfer, newest, f"late after {time.monotonic() - newest.begun:.1f} s")
+                self._count(transfer, newest, f"no record after {time.monotonic() - newest.begun:.1f} s")
                 newest.worker.fail("a segment is late")
                 return _Fault.LATE
             tasks = {a.task: a for a in attempts if a.task is not None}
@@ -317,7 +317,7 @@ class InFlightTransfers:
         """The combine node computes it itself."""
         transfer.given_up = True
         self._metrics.segments.labels("local").inc()
-        self._warn(transfer, "is computed by %s: nobody is left to send it", transfer.combine.url)
+        self._warn(transfer, "is computed by %s: no other worker can send it", transfer.combine.url)
         self._forget(transfer)  # whoever asks from now on must not wait for it
         await self._notifier.withdraw(transfer.combine, [transfer.key])
 
@@ -344,12 +344,12 @@ class InFlightTransfers:
                 if result.outcome is SegmentOutcome.DELIVERED:
                     if await self._notifier.stored(transfer.combine, [transfer.key]):
                         return self._took(transfer, RecordRoute.TIERS, result)
-                    result = replace(result, reason="the combine node could not be told")
+                    result = replace(result, reason="the router could not notify the combine node")
                 if not result.answered:
                     return result
                 # It has the record: sending it costs little.
                 self._metrics.failures.labels("tier", worker.url).inc()
-                self._warn(transfer, "goes directly from %s: %s", worker.url, result.reason)
+                self._warn(transfer, "goes directly from %s, not via a tier: %s", worker.url, result.reason)
             transfer.trying = RecordRoute.DIRECT
             result = await self._send(transfer, worker, name, transfer.id.destination)
             return self._took(transfer, RecordRoute.DIRECT, result)
@@ -370,7 +370,7 @@ class InFlightTransfers:
     ) -> SegmentResult:
         deadline_s, origin = self._settings.deadline_s, transfer.origin
         if worker.description is None:
-            return SegmentResult(SegmentOutcome.FAILED, "it is no longer described")
+            return SegmentResult(SegmentOutcome.FAILED, "the worker no longer describes itself")
         body = segment_body(
             transfer.planned, transfer.ask, worker, destination, origin, deadline_s, self._permits
         )

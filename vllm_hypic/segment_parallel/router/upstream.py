@@ -100,7 +100,7 @@ def count_failure(
 ) -> None:
     """Count and log it; an instance that said nothing at all is left out for a while."""
     metrics.failures.labels(what, instance.url).inc()
-    log.warning("request %s: %s failed at %s: %s", request_id, what, instance.url, error)
+    log.warning("request %s: %s failed (%s): %s", request_id, instance.url, what, error)
     if error.answer is None:  # else it lives: the next request may be none of those that fail there
         instance.fail(str(error))
 
@@ -178,7 +178,7 @@ async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
             if instance.silent:
-                raise UpstreamFailed(f"nothing was heard of its engine for {instance.view.age_s:.0f} s")
+                raise UpstreamFailed(f"its engine sent no events for {instance.view.age_s:.0f} s")
         return task.result()
     except httpx.TransportError as e:
         raise UpstreamFailed(f"{type(e).__name__}: {e}") from e

@@ -98,7 +98,7 @@ class Watcher:
             instance.trust()
             sep = found.primitives.sep
             instance.separator_text = await text_of(self._http, instance.url, sep, self._headers)
-            log.info("%s: %s, namespace %s", instance.url, ", ".join(found.models), found.namespace[:16])
+            log.info("%s runs %s, namespace %s", instance.url, ", ".join(found.models), found.namespace[:16])
         instance.description = found
         for excluded, why in self._pool.settle():
             self._metrics.failures.labels(why.value, excluded.url).inc()
@@ -131,7 +131,7 @@ class Watcher:
     def _set(self, state: InstanceState, reason: str) -> None:
         instance = self._instance
         if (state, reason) != (instance.state, instance.reason):
-            log.warning("%s is %s: %s", instance.url, state.value, reason)
+            log.warning("%s is in state %s: %s", instance.url, state.value, reason)
         instance.state, instance.reason = state, reason
         instance.description = None
 
@@ -152,6 +152,6 @@ class Watcher:
             except asyncio.CancelledError:
                 pass
             except zmq.ZMQError as e:  # for example no file descriptors left
-                log.error("events of %s broke off: %s", self._instance.url, e)
+                log.error("the connection for events of %s failed: %s", self._instance.url, e)
         self._subscription = self._subscribed = None
         self._instance.view = InstanceView()
