@@ -67,7 +67,7 @@ def test_it_knows_what_will_be_there(settled: Settled) -> None:
         tier.clear()
     assert not tier.may_hold(name(2))
     run_all(tier)
-    assert blocking.objects == {} and second._value == "it was deleted or has expired"
+    assert blocking.objects == {} and second._value == "the record was deleted or has expired"
     assert tier._intents == {} and tier._clears == 0
 
 
@@ -106,7 +106,7 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
     for _ in range(20):
         run_all(tier)
         clock.advance(60.0)
-    assert blocking.calls.count("delete") == 8 and "gave up: delete" in caplog.text
+    assert blocking.calls.count("delete") == 8 and "could not delete" in caplog.text
     assert tier.stats.errors == 1, "counted once"
     blocking.recover()
     put(tier, 2)
@@ -164,7 +164,9 @@ def test_an_object_that_expired_in_the_queue_is_not_written(settled: Settled, cl
     clock.advance(5.0)
     run_all(tier)
     assert (
-        blocking.objects == {} and tier.stats.stored == 0 and ended._value == "it was deleted or has expired"
+        blocking.objects == {}
+        and tier.stats.stored == 0
+        and ended._value == "the record was deleted or has expired"
     )
 
 

@@ -241,7 +241,7 @@ def test_a_hanging_thread_is_replaced_once_and_its_return_noticed(clock: ManualC
     assert notes == ["stuck works"]
     clock.advance(0.1)
     executor.expire(clock())
-    assert notes == ["stuck works", "stuck it took longer than 5 s"] and not executor.up
+    assert notes == ["stuck works", "stuck the call took longer than 5 s"] and not executor.up
     clock.advance(1.0)
     notes.submit("next")
     wait_for(executor.idle, "the next call")
@@ -293,7 +293,7 @@ def test_what_waits_can_be_withdrawn_and_what_runs_cannot(unstarted: Unstarted) 
     waiting = notes.submit("waiting")
     executor.withdraw(waiting)
     executor.withdraw(waiting)
-    assert notes == ["waiting it waited in vain"] and not executor.run_one() and executor.up
+    assert notes == ["waiting the call did not start in time"] and not executor.run_one() and executor.up
     running = notes.submit("running", hang=lambda: executor.withdraw(running))
     assert executor.run_one() and notes[1:] == ["running works", "running done"]
 

@@ -70,7 +70,7 @@ def test_what_fails_or_hangs_is_told(opened: Opener, clock: ManualClock) -> None
     look = store.look_for([name(1)], "tier")
     hang.wait_until_entered()
     clock.advance(6)
-    assert answer(look).fault == "it did not answer within 5 s"
+    assert answer(look).fault == "the tier did not answer within 5 s"
     assert fault(store, 1) == "the tier is bypassed"
     tier.recover()
     clock.advance(2)
@@ -103,7 +103,7 @@ def test_a_deleted_object_is_not_there(opened: Opener) -> None:
     hang = stuck(tier, "put", lambda: commit(store, 1))
     look = store.look_for([name(1)], "tier")
     store.delete(name(1))
-    assert answer(look).fault == "it was deleted, or could not be finished"
+    assert answer(look).fault == "the record was deleted, or could not be completed"
     hang.release()
     place(tier, 2)
     stuck(tier, "delete", lambda: store.delete(name(2)))

@@ -103,7 +103,7 @@ class AsyncTier:
                 self.stats.errors += 1
                 if not self._failing:
                     fault = f"{type(e).__name__}: {e}"
-                    logger.warning("tier %s: bypassed, cannot be opened: %s", self.name, fault)
+                    logger.warning("tier %s: bypassed, as it cannot be opened: %s", self.name, fault)
                 self._failing = True
             return False
         with self._lock:
@@ -149,7 +149,7 @@ class AsyncTier:
         try:
             self.tier.close()
         except Exception as e:
-            logger.warning("tier %s: closing: %s: %s", self.name, type(e).__name__, e)
+            logger.warning("tier %s: closing it failed: %s: %s", self.name, type(e).__name__, e)
 
     # -- its state
 
@@ -242,12 +242,12 @@ class AsyncTier:
         for at in range(0, len(there), _LOOKS):
             some, patience_s = there[at : at + _LOOKS], until - self._clock()
             if patience_s <= 0:
-                return (), "it did not answer in time"
+                return (), "the tier did not answer in time"
             io = IoTask(f"look for {some[0]}", partial(self.tier.first, some), patience_s, until=until)
             try:
                 first = await self._counted(self.reads.submit(io))
             except TimedOut:
-                return (), f"it did not answer within {self._settings.deadline_s:.3g} s"
+                return (), f"the tier did not answer within {self._settings.deadline_s:.3g} s"
             except Unavailable as e:
                 return (), str(e)
             if first is not None:
@@ -287,7 +287,7 @@ class AsyncTier:
         try:
             # The task gets no name here: its error would keep it, and the object, for the garbage collector.
             seconds = await self.writes.submit(IoTask(f"put {name}", call, patience_s))
-            fault = "it was deleted or has expired" if seconds is None else ""
+            fault = "the record was deleted or has expired" if seconds is None else ""
         except Unavailable as e:
             fault, returned = str(e), e.returned if isinstance(e, TimedOut) else None
             if isinstance(e, (Dropped, Refused)):
@@ -369,7 +369,7 @@ class AsyncTier:
                     continue
                 self._count(e)
                 if not self._closing or again_after_timeout:
-                    logger.error("tier %s: gave up: %s: %s", self.name, what, e)
+                    logger.error("tier %s: could not %s (%d tries): %s", self.name, what, tries, e)
                 break
         self._refresh_soon()
 

@@ -143,7 +143,7 @@ class WatchdogExecutor:
         """Give ``task`` up if it still waits."""
         if not task.done and task in self._queue:
             self._queue.remove(task)
-            task.fail(TimedOut("it waited in vain", Future()))
+            task.fail(TimedOut("the call did not start in time", Future()))
 
     def idle(self) -> bool:
         """Whether nothing is queued, and nothing runs but what was given up."""
@@ -164,7 +164,7 @@ class WatchdogExecutor:
                     self._running.remove(task)
                     self._hung += 1
                     self._working -= 1
-                    reason = f"it took longer than {task.patience_s:.3g} s"
+                    reason = f"the call took longer than {task.patience_s:.3g} s"
                     self._failed(task, f"{task.what}: {reason}")
                     task.returned = Future()
                     task.fail(TimedOut(reason, task.returned))

@@ -25,5 +25,5 @@ def password_of(tier: RedisConfig) -> str | None:
     else:
         return None
     if not found:
-        raise ValueError(f"{where}: expected it to hold the password, found nothing")
+        raise ValueError(f"{where}: expected a password, found nothing")
     return found

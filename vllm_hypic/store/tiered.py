@@ -65,7 +65,7 @@ class _Fetch:
         try:
             return self.reader(data) if data.nbytes <= self.limit else Verdict.DAMAGED
         except Exception:
-            logger.exception("%s: its reader must not fail", self.name)
+            logger.exception("record %s could not be read", self.name)
             return None
 
 
@@ -111,7 +111,7 @@ class TieredStore:
         _wait_until(lambda: all(tier.settled for tier in self._tiers), open_s)
         for tier in self._tiers:
             if not tier.settled:
-                logger.warning("tier %s: bypassed, not open after %.3g s, still opening", tier.name, open_s)
+                logger.warning("tier %s: bypassed until it opens, not open after %.3g s", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was committed is in the tiers that are up.  False: time is over."""
@@ -132,7 +132,7 @@ class TieredStore:
                 records, nbytes = self._writes.unwritten()
             logger.warning(
                 "the engine ends: %d records (%d bytes) were not written to all tiers within close_s=%g s; "
-                "they are computed again when they are asked for",
+                "the next request that needs them computes them again",
                 *(records, nbytes, close_s),
             )
         with self._lock:
@@ -152,7 +152,7 @@ class TieredStore:
         for tier, closer in zip(self._tiers, closers, strict=True):
             closer.join(max(0.0, end - time.monotonic()))
             if closer.is_alive():
-                logger.warning("tier %s: not closed after %.3g s: left", tier.name, close_s)
+                logger.warning("tier %s: not closed after %.3g s; the engine ends anyway", tier.name, close_s)
 
     def _fetches_stopped(self) -> bool:
         """End all fetches whose reader does not run.  Whether all have ended."""
@@ -246,7 +246,7 @@ class TieredStore:
                 source.stats.hits += 1
                 found = source, data
                 break
-            logger.warning("%s in %s is %s: deleted", fetch.name, source.name, verdict.value)
+            logger.warning("record %s in tier %s is %s: deleting it", fetch.name, source.name, verdict.value)
             source.stats.corrupt += 1
             source.delete(fetch.name)
         seconds = self._clock() - fetch.started

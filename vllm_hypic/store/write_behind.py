@@ -62,7 +62,7 @@ class Writing:
 
     def turn_away(self) -> None:
         """Tell those who wait that they do so in vain."""
-        fault = "it was deleted, or could not be finished"
+        fault = "the record was deleted, or could not be completed"
         self.finished.fail(Unavailable(fault))
         for ended in list(self.ended.values()):
             ended.set(fault)
@@ -219,7 +219,7 @@ class WriteBehind:
                 finish(writing.buffer)
             return True
         except Exception:
-            logger.exception("%s: dropped, it could not be finished", writing.object)
+            logger.exception("record %s could not be completed, and is dropped", writing.object)
             with self._lock:
                 self.failed += 1
             return False

@@ -17,9 +17,9 @@ from .base import Held
 class Refusal(Enum):
     """Reasons why an object gets no room."""
 
-    TOO_LARGE = "larger than the budget"
-    PINNED = "no room beside pinned objects and those being written"
-    NOT_ADMITTED = "worth less than what would have to leave"
+    TOO_LARGE = "it is larger than the tier's budget"
+    PINNED = "pinned records and records being written leave too little room"
+    NOT_ADMITTED = "it is worth less than the records it would replace"
 
 
 @dataclass(frozen=True)

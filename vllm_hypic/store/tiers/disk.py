@@ -78,7 +78,7 @@ class DiskTier:
             if self._open:
                 return
             if self._busy:
-                raise TierError(f"{self.name}: operations from before it was closed are still running")
+                raise TierError(f"{self.name}: operations from before the tier was closed still run")
             self._index.clear()
         with self._errors(f"open {self.path}"):
             self._files.prepare()
@@ -106,7 +106,7 @@ class DiskTier:
                     value = self._files.read_head(fd)
                     last_use_ns = os.fstat(fd).st_mtime_ns
             except OSError as e:
-                logger.warning("tier %s: left alone: %s", self.name, e)
+                logger.warning("tier %s: ignores a file that cannot be read: %s", self.name, e)
                 continue
             if value is None:
                 self.counts.damaged += 1
@@ -220,7 +220,7 @@ class DiskTier:
                 self._index.missed(name, value)
                 plan = self._index.plan_put(name, value, self._busy)
                 if isinstance(plan, Refusal):
-                    raise TierFull(f"{self.name}: {name}: {value.nbytes} bytes: {plan.value}")
+                    raise TierFull(f"{self.name}: no room for {name} ({value.nbytes} bytes): {plan.value}")
                 victims = self._reserve(plan)
             try:
                 self._unlink_victims(victims)
@@ -316,7 +316,7 @@ class DiskTier:
                     self._index.expire(held.name, held.expires)
             self._release(held.name)
         if fault is not None:
-            raise TierError(f"{self.name}: {fault}") from fault
+            raise TierError(f"{self.name}: cannot remove a file: {fault}") from fault
 
     def _unlink_if_possible(self, victims: list[Held]) -> bool:
         """Remove files; a disk that has become read-only is still read: only writing fails for it."""

@@ -34,7 +34,7 @@ def require_lmcache(user: str) -> None:
     except importlib.metadata.PackageNotFoundError:
         found = None
     if found is None or not re.match(re.escape(RELEASE) + r"(?![0-9])", found):
-        raise ImportError(f"{user} needs lmcache {RELEASE}, found {found or 'none'}: {_INSTALL}")
+        raise ImportError(f"{user} needs lmcache {RELEASE}, found {found or 'none'}: run {_INSTALL}")
     os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 

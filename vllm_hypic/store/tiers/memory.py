@@ -84,7 +84,7 @@ class MemoryTier:
             self._index.missed(name, value)
             plan = self._index.plan_put(name, value)
             if isinstance(plan, Refusal):
-                raise TierFull(f"{self.name}: {name}: {data.nbytes} bytes: {plan.value}")
+                raise TierFull(f"{self.name}: no room for {name} ({data.nbytes} bytes): {plan.value}")
             self._index.reserve(plan)
             for victim in plan.victims:
                 del self._objects[victim]

@@ -221,7 +221,7 @@ def _client(
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError as e:
-        raise ImportError(f"tier {name} needs redis-py: pip install 'vllm-hypic[redis]'") from e
+        raise ImportError(f"tier {name} needs redis-py: run pip install 'vllm-hypic[redis]'") from e
     try:
         pool = redis.ConnectionPool.from_url(
             url,
