@@ -69,8 +69,8 @@ def _is_snapshot(folder: Path) -> bool:
 
 def _engine_id(vllm_config: VllmConfig) -> str:
     logger.warning(
-        "weights in object storage (%s) cannot be told from others that are put there later: records are of "
-        "use to this engine only; where the weights never change, say so by a name for them: --revision NAME",
+        "hypic cannot see whether the weights in object storage (%s) change, so only this engine uses its "
+        "records. If the weights never change, name them with --revision NAME",
         vllm_config.model_config.model_weights,
     )
     transfer = vllm_config.kv_transfer_config

@@ -277,5 +277,5 @@ def test_weights_in_object_storage_are_the_engines_own_unless_they_have_a_revisi
         return name_of(config)
 
     assert loaded("a") == loaded("a") != loaded("b")
-    assert "say so by a name for them: --revision NAME" in caplog.text
+    assert "name them with --revision NAME" in caplog.text
     assert loaded("a", "v1") == loaded("b", "v1") != loaded("b", "v2")

@@ -216,7 +216,7 @@ def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometr
     attention = tuple(layer for layer in found if isinstance(layer, AttentionGeometry))
     linear = tuple(layer for layer in found if isinstance(layer, StateGeometry))
     if len({layer.block_dim for layer in linear if layer.blocks}) > 1:
-        raise ConfigError("hypic: linear layers of different key dimensions are not supported")
+        raise ConfigError("hypic cannot cache linear layers of different key dimensions; serve without hypic")
     return PoolGeometry(attention, linear, config.page_tokens, pages=0, slots=0)
 
 
@@ -229,12 +229,12 @@ def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeomet
     if config.min_segment_tokens < least:
         raise ConfigError(
             f"hypic config: min_segment_tokens={config.min_segment_tokens}: expected at least {least}, "
-            "as far as this model's convolutions reach: behind less they see what stands before a segment"
+            "as this model's convolutions reach so far: a shorter segment depends on the text before it"
         )
     space = expected_space(sized, config)
     if not (each := sized.bytes_of(space)):
         raise ConfigError(
-            "this model has neither full-attention nor supported linear-attention layers to cache"
+            "hypic: this model has no full-attention or supported linear-attention layer; serve without hypic"
         )
     # One segment may need a transition block for every head.
     spare_blocks = sized.record_transition_blocks - space.transition_blocks

@@ -35,7 +35,7 @@ class LearnedRows:
         if geometry.linear:
             raise ConfigError(
                 f"hypic config: context_file={str(context.path)!r}: learned contexts are for models without "
-                "linear-attention layers, as they have no states"
+                "linear-attention layers, whose states they lack; give a context of text"
             )
         if any(isinstance(layer, LatentGeometry) for layer in layers):
             raise ConfigError(
@@ -48,8 +48,8 @@ class LearnedRows:
         if len(layers) != len(key) or shapes != wanted:
             raise ConfigError(
                 f"hypic config: context_file={str(context.path)!r} has K of {tuple(key.shape)} [layers, "
-                f"tokens, heads, size]; each of {part.world} ranks has {len(layers)} layers of heads, size: "
-                f"{sorted(shapes)}"
+                f"tokens, heads, size]; the model has {len(layers)} layers of [heads, size] {sorted(shapes)} "
+                f"on each of {part.world} ranks; train the context with this model"
             )
         heads = layers[0].kv_heads
         own = slice(part.rank * heads, (part.rank + 1) * heads)

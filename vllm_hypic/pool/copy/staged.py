@@ -173,8 +173,8 @@ class StagedMover:
                 self._blocks.give_back([block])
             departure.finish_after(chunk)
         except Exception as e:
-            logger.exception("segment %s: it could not be copied out of the pool", departure.place.key[:12])
-            fault = f"it could not be copied: {type(e).__name__}: {e}"
+            logger.exception("segment %s could not be copied out of the pool", departure.place.key[:12])
+            fault = f"the record could not be copied: {type(e).__name__}: {e}"
         self._carried.append(fault)
 
     def drain(self) -> None:
