@@ -21,7 +21,7 @@ from oracle.models import random_segments
 from .conftest import EngineFactory, tight_args
 from .engines import Answer, Ask, Engine, audit, begin, drain, metrics, prompt, scheduler_of
 
-REQUESTS = 32
+REQUESTS = 24
 NOISE_FACTOR = 1.5
 """Ours may have this multiple of stock's noise ..."""
 MAX_FLOOR, MEAN_FLOOR = 0.05, 0.005

@@ -146,7 +146,7 @@ OTHERS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.fast("NemotronH", "Lfm2")
+@pytest.mark.fast("NemotronH")
 def test_other_linear_layers(name: str, start_engine: EngineFactory, saved: Saver) -> None:
     """Mamba2 and short convolutions, whose rows are stock code's, in float32 and with a prefix cache."""
     folder = saved(OTHERS[name])

@@ -132,7 +132,7 @@ def test_workers_are_not_added_while_others_serve():
 
 
 @pytest.mark.engine
-def test_the_server_ends_with_the_reason(tmp_path, as_users_start):
+def test_the_server_ends_with_the_reason(tmp_path):
     options = ("--attention-backend", "hypic", "--additional-config", '{"hypic": {"seem_tokens": 4}}')
     server = Server(MODEL, *options, env=ENV, log=tmp_path / "server.log")
     begin = time.monotonic()
