@@ -270,8 +270,8 @@ def test_ids_of_parts_are_looked_up_and_those_of_literal_texts_are_not():
     [
         ({"prompt": [SEP_PART, "x"]}, "prompt[1]='x': expected a part of type text, hypic_sep"),
         ({"prompt": [SEP_PART, IMAGE]}, "prompt[1]={'type': 'image_url'"),
-        ({"prompt": [{"type": "hypic_segment"}]}, 'expected an "id", that of a compiled segment'),
-        ({"prompt": [{"type": "hypic_segment", "id": 7}]}, "'id': 7}: expected an \"id\""),
+        ({"prompt": [{"type": "hypic_segment"}]}, 'expected the "id" of a compiled segment'),
+        ({"prompt": [{"type": "hypic_segment", "id": 7}]}, "'id': 7}: expected the \"id\""),
         ({"prompt": [text("x"), LEAD_PART]}, "segment 'lead' was compiled as the leading one"),
     ],
 )

@@ -192,7 +192,7 @@ def test_a_tier_that_keeps_nothing(worker: Worker) -> None:
         return worker.step()
 
     wait_for(ended, "the end")
-    assert worker.ended == {7: "tier team: it left the tier at once"} and worker.link.copies == 1
+    assert worker.ended == {7: "tier team: the record left the tier at once"} and worker.link.copies == 1
 
 
 def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
@@ -201,7 +201,7 @@ def test_a_full_queue_is_not_waited_for(worker: Worker) -> None:
         worker.link.submit(SaveRecord(place(record)))
     worker.step()
     worker.order(7)
-    assert worker.end_of(7) == "tier team: too much waits to be written (store.queue_bytes)"
+    assert worker.end_of(7) == "tier team: the write queue is full (store.queue_bytes)"
 
 
 def test_the_deadline_ends_it(worker: Worker) -> None:
@@ -211,7 +211,7 @@ def test_the_deadline_ends_it(worker: Worker) -> None:
     worker.now = 9.9
     assert worker.step() == {}
     worker.now = 10.0
-    assert worker.step() == {7: "tier team: not there after 10 s"}
+    assert worker.step() == {7: "tier team: no record after 10 s"}
     worker.tier.release()
     wait_for(lambda: worker.store._tiers[0].at_rest(), "the late answer")
     assert worker.step().keys() == {7}
@@ -235,7 +235,7 @@ def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> Non
     worker.order(7)
     worker.order(8)
     assert worker.shared.submit(ClearCaches())
-    assert "weights may be others" in worker.end_of(7) and "weights" in worker.end_of(8)
+    assert "may be of outdated weights" in worker.end_of(7) and "weights" in worker.end_of(8)
     assert not worker.tier.objects
 
 

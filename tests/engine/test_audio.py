@@ -121,7 +121,7 @@ def test_positions_that_want_a_token_behind_are_refused(tmp_path: Path, engine_l
     for kind in ("Qwen3ASR", "Qwen3OmniMoe"):
         (tmp_path / kind).mkdir()
     assert run_apart(offsets_of_audio, tmp_path / "Qwen3ASR", "Qwen3ASR", log=log) is None
-    with pytest.raises(EngineError, match="wants a token behind an audio, where a segment may end"):
+    with pytest.raises(EngineError, match="needs a token behind audio inputs, where a segment may end"):
         run_apart(offsets_of_audio, tmp_path / "Qwen3OmniMoe", "Qwen3OmniMoe", log=log)
 
 

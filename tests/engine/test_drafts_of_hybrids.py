@@ -379,7 +379,7 @@ def test_a_draft_model_has_blocks_of_its_own(
         answers = drafting.ask_one_by_one(*asked)
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     narrow = IN_FLOAT32 | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
-    why = r"128 tokens, and what is set aside .*expected 129 or more"
+    why = r"\(128 tokens\) and the slots that vLLM reserves .*expected 129 or more"
     with pytest.raises(EngineError, match=why) as refused:
         start_engine(falcon.model, **drafts, **narrow)
     assert refused.value.kind == "ConfigError"

@@ -194,26 +194,26 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({}, None),
     (
         {"modality": "vision_chunk"},
-        "vision_chunk inputs are not supported, image, video and audio inputs are",
+        "vision_chunk inputs are not supported: expected image, video or audio inputs",
     ),
     (
         {"mm_processor_cache_gb": 0},
-        "image inputs are not supported where vLLM gives them no digests: "
+        "image inputs need digests, which vLLM makes for its caches only: "
         "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0",
     ),
     (
         {"mm_processor_cache_type": "shm"},
-        "image inputs are not supported with --mm-processor-cache-type shm: "
-        "the scheduler, which needs the size of images, does not see them; expected lru",
+        "image inputs are not supported with --mm-processor-cache-type shm, "
+        "which hides the size of images from the scheduler: expected lru",
     ),
     (
         {"layer_types": ["full_attention", "sliding_attention"]},
         "image inputs are not supported by this model: its windows count tokens, "
-        "and its three-dimensional positions (M-RoPE) do not",
+        "but its three-dimensional positions (M-RoPE) do not",
     ),
     (
         {"is_mm_prefix_lm": True},
-        "image inputs are not supported by this model: its images attend to what stands behind them",
+        "image inputs are not supported by this model: its images attend to later tokens",
     ),
 ]
 """What another request or engine would be, and what its front end would say."""

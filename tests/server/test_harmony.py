@@ -249,8 +249,8 @@ def test_what_cannot_be_is_refused(server: Server) -> None:
     message = {"role": "user", "content": QUESTION}
     with_id = {"input": [{"role": "user", "content": f"<|hypic_segment:abc|>{QUESTION}"}]}
     for path, body, reason in (
-        ("/v1/chat/completions", called, "may stand in contents, not in names"),
-        ("/v1/hypic/explain", called, "may stand in contents, not in names"),
+        ("/v1/chat/completions", called, "are allowed in contents, not in names"),
+        ("/v1/hypic/explain", called, "are allowed in contents, not in names"),
         ("/v1/responses", {"input": [message], "previous_input_messages": earlier}, "'hypic_sep'"),
         ("/v1/responses", {"input": [{"role": "user", "content": [SEP_PART]}]}, "hypic_sep"),
         ("/v1/responses", with_id, "segment id 'abc' is not known here"),

@@ -44,7 +44,7 @@ REFUSALS = {
     "empty separator": (hypic(tokens={"sep": ""}), "sep='': expected a non-empty string"),
     "MultiConnector without connectors": (
         {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
-        "MultiConnector without connectors: name some, or drop it",
+        "MultiConnector without connectors: name some, or drop the flag",
     ),
     "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {CPU_WORKER}, got 'my.Worker'"),
     "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
@@ -127,7 +127,7 @@ def test_other_connectors_stand_behind_ours(case):
 def test_workers_are_not_added_while_others_serve():
     config = arguments().create_engine_config()
     config.parallel_config.enable_elastic_ep = True
-    with pytest.raises(ConfigError, match="--enable-elastic-ep: workers that are added"):
+    with pytest.raises(ConfigError, match="--enable-elastic-ep: running workers do not join"):
         complete(config)
 
 
@@ -207,7 +207,7 @@ def test_a_draft_model_in_several_groups_is_refused():
     drafter.speculative_config = SimpleNamespace(method="draft_model", model="path")
     names = (["model.0", "draft.0"], ["draft.1"], ["model.1"])
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=of) for of in names])
-    with pytest.raises(ConfigError, match="the 2 attention layers of path over 2 groups of its cache"):
+    with pytest.raises(ConfigError, match="the 2 attention layers of the draft model path over 2 groups"):
         drafter.validate_same_kv_cache_group(groups)
 
 

@@ -124,8 +124,8 @@ class _Renderer:
         if self._sep_id not in tokens:
             raise HTTPException(
                 400,
-                f"message: the chat template drops what follows a first {role} message; compile it with role "
-                "'interior'",
+                f"message: the chat template drops messages after a first {role} message; compile the "
+                "segment with role 'interior'",
             )
         return tokens[: tokens.index(self._sep_id)]
 

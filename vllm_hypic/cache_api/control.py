@@ -197,7 +197,7 @@ class Control:
             last = output
         if last is None or last.kv_transfer_params is None:
             ended = None if last is None else last.outputs[0].finish_reason
-            return Failure(503, f"the engine gave the command up (finish reason {ended!r})")
+            return Failure(503, f"the engine ended the command without an answer (finish reason {ended!r})")
         return unpack(last.kv_transfer_params, wanted)
 
 

@@ -114,7 +114,7 @@ def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool)
         if isinstance(piece, SegmentId) and contents[piece.value].text is None:
             yield f"segment {piece.value!r}, which was compiled from tokens: compile it from text"
         elif literal and not isinstance(piece, str):
-            yield "parts of separators and segments, which no text shows where text is literal"
+            yield "parts of separators and segments, which literal text does not show"
 
 
 def _expanded(
@@ -138,8 +138,8 @@ def _expanded(
         content = contents[piece.value]
         if content.text is not None and texts.contains(content.text):
             raise MisplacedId(
-                f"segment {piece.value!r} was compiled while text was literal, and its text holds a "
-                "primitive's: compile it from tokens"
+                f"segment {piece.value!r} was compiled while text was literal, and contains the text of a "
+                "primitive: compile the segment from tokens"
             )
         if content.place.leading:
             _check_leading(piece.value, content.place, chat=chat, at_start=first and not out)
@@ -239,7 +239,7 @@ def _pieces(part: Any, literal: bool) -> list[Piece]:
             return [marker]
         segment_id = part.get("id")
         if not isinstance(segment_id, str) or not 0 < len(segment_id) <= 200:
-            raise MisplacedId(f'part {part!r:.200}: expected an "id", that of a compiled segment')
+            raise MisplacedId(f'part {part!r:.200}: expected the "id" of a compiled segment')
         return [SegmentId(segment_id)]
     text = part if isinstance(part, str) else part["text"]
     if literal:

@@ -87,7 +87,7 @@ def _validated(kind: type[ChatCompletionRequest | CompletionRequest], body: dict
             [{**error, "loc": ("body", *error["loc"])} for error in e.errors()], body=body
         ) from e
     if wanted.use_beam_search:
-        raise HTTPException(400, "use_beam_search=true: expected a request without beams")
+        raise HTTPException(400, "use_beam_search=true: expected a request without beam search")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
         raise HTTPException(400, f"prompt: {len(prompt)} prompts; expected one")

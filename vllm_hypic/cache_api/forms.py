@@ -115,8 +115,8 @@ def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens
         return [text]
     if not literal and (found := ID_FORM.search(text)) is not None:
         raise UnresolvedId(
-            f"segment id {found[1]!r} is not known here: ids stand in prompts of /v1/completions and in "
-            "messages of /v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
+            f"segment id {found[1]!r} is not known here: use ids in prompts of /v1/completions and messages "
+            "of /v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
         )
     parts: list[str | WrittenTokens] = []
     at = 0
@@ -152,6 +152,6 @@ def _unpacked(body: str) -> tuple[int, ...]:
         if checksum == _checksum(tokens):
             return tuple(tokens)
     raise ValueError(
-        "the chat template alters texts of messages, so separators and segments get lost in them: use a "
-        "template that writes texts as they are"
+        "the chat template alters texts of messages, so separators and segments get lost: use a template "
+        "that writes texts unchanged"
     )

@@ -117,7 +117,7 @@ class CommandHandler:
         try:
             _ = self._registry
         except RegistryError as e:
-            logger.error("commands of the cache API will be refused until this is mended: %s", e)
+            logger.error("the cache API refuses all commands until this error is fixed: %s", e)
 
     @property
     def _registry(self) -> SegmentRegistry:
@@ -125,7 +125,7 @@ class CommandHandler:
             self._opened = self._open_registry()
             if self._opened.set_aside is not None:
                 logger.error(
-                    "the segment registry was damaged: all ids are lost; it is kept as %s",
+                    "the segment registry was damaged: all ids are lost; the damaged file is kept as %s",
                     self._opened.set_aside,
                 )
             self._restore()
@@ -148,7 +148,7 @@ class CommandHandler:
                 if (end := _end(claims)) is not None:
                     self._records.expire_record(key, end)
         except RegistryError as e:
-            logger.error("pins and times to live of an earlier run are not in force: %s", e)
+            logger.error("pins and times to live of an earlier run cannot be restored: %s", e)
 
     def submit(self, request_id: str, command: AnyCommand | Failure, salt: str | None) -> None:
         """Execute a request's command now; :meth:`take_answer` has the answer when the request ends."""

@@ -58,4 +58,4 @@ def claim_file(folder: Path, namespace: str, replica: int = 0) -> RegistryFile:
             os.close(lock)
             raise
         return RegistryFile(path, lock)
-    raise OSError(f"{folder}: {_MOST} engines use it already")
+    raise OSError(f"{folder}: {_MOST} engines use this folder already; choose another")

@@ -70,7 +70,7 @@ def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveI
     tokenizer = _tokenizer(vllm_config)
     if tokenizer is None:
         raise ConfigError(
-            "hypic config: with skip_tokenizer_init give token_ids={'sep': .., 'pdep': .., 'pad': ..}"
+            "hypic config: skip_tokenizer_init needs token_ids={'sep': .., 'pdep': .., 'pad': ..}"
         )
     return primitive_ids(tokenizer)
 
@@ -144,9 +144,9 @@ def warn_of_little_room(side: SchedulerSide) -> None:
     most = side.planner.request_share
     if not most.covers(needed):
         logger.warning(
-            "a segment of expected_segment_tokens=%d tokens takes %d bytes of the pool, and a request may "
-            "take %d: segments that are too long are computed again in each request; raise pool_bytes, "
-            "max_request_fraction or max_tenant_fraction, or lower expected_segment_tokens",
+            "a segment of expected_segment_tokens=%d tokens takes %d bytes of the pool, but a request may "
+            "take %d: each request computes longer segments again; raise pool_bytes, max_request_fraction "
+            "or max_tenant_fraction, or lower expected_segment_tokens",
             tokens,
             geometry.bytes_of(needed),
             geometry.bytes_of(most),
@@ -212,8 +212,8 @@ def _open_transfer(config: SegmentParallelConfig, codec: RecordCodec) -> Transfe
     listen, events = Address.parse(config.listen), Address.parse(config.events)
     if listen.port < events.port < listen.port + codec.part.world:
         raise ConfigError(
-            f"hypic config: segment_parallel: events={config.events!r}: expected a port that none of "
-            f"{codec.part.world} ranks listens at, from {listen.port} on"
+            f"hypic config: segment_parallel: events={config.events!r}: expected a port outside "
+            f"{listen.port} to {listen.port + codec.part.world - 1}, where the ranks listen"
         )
     try:
         url = listen.of_rank(codec.part.rank).url

@@ -12,7 +12,7 @@ from enum import Enum
 from ..pool.plans import RecordPlace
 from ..primitives.keys import SegmentKey
 
-OUTDATED = "the caches were emptied meanwhile: its weights may be others by now"
+OUTDATED = "the caches were emptied meanwhile: the record may be of outdated weights"
 """Why a record is not delivered."""
 NIXL = "nixl"
 """Route of a record that another instance sent over NIXL."""

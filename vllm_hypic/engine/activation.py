@@ -65,8 +65,8 @@ def complete(config: VllmConfig) -> None:
         config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
     if config.parallel_config.enable_elastic_ep:
         raise ConfigError(
-            "--attention-backend hypic: --enable-elastic-ep: workers that are added link their layers by "
-            "passes in which those that serve take no part; drop it, and add servers instead"
+            "--attention-backend hypic: --enable-elastic-ep: running workers do not join the passes in which "
+            "added workers set up their layers; drop the flag, and add servers instead"
         )
     if config.use_v2_model_runner:
         raise ConfigError(
@@ -78,10 +78,10 @@ def complete(config: VllmConfig) -> None:
         )
     architecture = config.model_config.architecture
     if (keeps := NOT_SERVED.get(architecture)) is not None:
-        raise ConfigError(f"--attention-backend hypic: {architecture} has {keeps}")
+        raise ConfigError(f"--attention-backend hypic: {architecture} is not supported: it has {keeps}")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
-            "--attention-backend hypic: --kv-sharing-fast-prefill passes over rows that are needed; drop it"
+            "--attention-backend hypic: --kv-sharing-fast-prefill skips rows that segments need; drop it"
         )
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
@@ -106,7 +106,7 @@ def _refuse_executors(parallel: ParallelConfig) -> None:
     if backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
             "--attention-backend hypic: --distributed-executor-backend external_launcher gives every rank a "
-            "scheduler of its own, and these would not agree on what is cached; use mp"
+            "scheduler of its own, and the schedulers would not agree on the cached records; use mp"
         )
     if backend == "ray" and parallel.pipeline_parallel_size > 1:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _use_v1_model_runner() -> None:
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-        logger.info("hypic: VLLM_USE_V2_MODEL_RUNNER=0, V2 is not supported")
+        logger.info("hypic sets VLLM_USE_V2_MODEL_RUNNER=0: vLLM's V2 model runner is not supported")
 
 
 def _use_tokenizer(config: VllmConfig) -> None:
@@ -273,7 +273,7 @@ def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
     elif transfer is None or named is None:
         args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
     elif named == MULTI and not transfer.kv_connector_extra_config.get("connectors"):
-        raise ConfigError(f"--kv-transfer-config: {MULTI} without connectors: name some, or drop it")
+        raise ConfigError(f"--kv-transfer-config: {MULTI} without connectors: name some, or drop the flag")
     if (transfer := args.kv_transfer_config) is not None and transfer.kv_connector == CONNECTOR:
         transfer.kv_connector_extra_config = config.to_mapping()
 

@@ -109,7 +109,7 @@ class Adapters:
             digest = _digest(folder, stats, lora.is_3d_lora_weight)
             why = "" if digest else "cannot be read"
         else:
-            digest, why = None, "changed, and nobody has loaded them"
+            digest, why = None, "changed, but are not loaded"
         self._know(lora, _Known(lora.lora_path, folder, stats, digest), why)
         return digest
 
@@ -117,8 +117,8 @@ class Adapters:
         """``why``: the files do not say which weights the workers have; empty: they do."""
         if why:
             logger.warning_once(
-                "hypic: requests of adapter %s share no records, because the files of %s %s: load it again, "
-                "with load_inplace or under another id",
+                "hypic: requests of adapter %s share no records, because the files of %s %s: load the "
+                "adapter again, with load_inplace or under another id",
                 *(lora.lora_name, lora.lora_path, why),
             )
         known, digest = self._known.get(lora.lora_int_id, found), found.digest
@@ -131,7 +131,7 @@ class Adapters:
         here = (request.lora_request for request in self._requests())
         if any(o and (o.lora_int_id == lora.lora_int_id or o.lora_path == lora.lora_path) for o in here):
             logger.info(
-                "hypic: adapter %s has other weights than requests began with: all records are forgotten",
+                "hypic: the weights of adapter %s changed during its requests: all records are forgotten",
                 lora.lora_name,
             )
             self._reset(secrets.token_hex(16))

@@ -49,9 +49,9 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         ):
             # vLLM would refuse, too, and not know of the pool.
             raise ConfigError(
-                f"hypic: {blocks} blocks of states beside the public pool, for --max-num-seqs {most}: full "
-                f"CUDA graphs need one for each; lower --max-num-seqs to {blocks}, or pool_fraction or "
-                "pool_bytes"
+                f"hypic: {blocks} blocks of states fit beside the pool, but full CUDA graphs need one for "
+                f"each of --max-num-seqs={most} requests: lower --max-num-seqs to {blocks}, or pool_fraction "
+                "or pool_bytes"
             )
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         self._counts_twice = is_profiling and self._composes_in_graphs()
@@ -108,7 +108,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         return buffers + max(plans.result_bytes(self.max_num_reqs) for plans in made)
 
     def _log_operators(self) -> None:
-        logger.info("hypic: Triton operators")
+        logger.info("hypic: layers run Triton operators")
 
     def _warmup_and_capture(
         self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
@@ -174,7 +174,7 @@ class HypicGPUWorker(HypicWorker, Worker):
             self.model_config.dtype,
         )
         found += device_staging_bytes(config_of(self.vllm_config)) + self.model_runner.decode_bytes()
-        logger.info("hypic: %.2f GiB left for operators", found / 2**30)
+        logger.info("hypic reserves %.2f GiB of device memory for operators", found / 2**30)
         return found
 
     def _make_model_runner(self) -> HypicGPUModelRunner:

@@ -54,10 +54,10 @@ class ComposingDrafter:
         if len(groups) > 1:
             speculative = self.speculative_config
             raise ConfigError(
-                f"speculative decoding by {speculative.method!r}: beside this model vLLM spreads the "
-                f"{len(layers)} attention layers of {speculative.model} over {len(groups)} groups of its "
-                "cache, but drafts from one alone: expected a draft model of fewer layers (one always fits), "
-                f"or one of {', '.join(LOOKED_UP)}"
+                f"speculative decoding by {speculative.method!r}: vLLM spreads the {len(layers)} attention "
+                f"layers of the draft model {speculative.model} over {len(groups)} groups of its cache, but "
+                "drafts from one group only: expected a draft model of fewer layers (one layer always fits), "
+                f"or a method of {', '.join(LOOKED_UP)}"
             )
         self._refuse_passes_without_room(kv_cache_config.has_mamba_layers)
         super().validate_same_kv_cache_group(kv_cache_config)  # type: ignore[misc]
@@ -70,9 +70,9 @@ class ComposingDrafter:
         most, block = passes.max_num_batched_tokens, cache.block_size
         if keeps_states and cache.mamba_cache_mode == "align" and most - aside < block:
             raise ConfigError(
-                f"max_num_batched_tokens={most}: with a prefix cache a pass must hold a block of states, "
-                f"{block} tokens, and what is set aside of each for drafts by "
-                f"{self.speculative_config.method!r}, {aside}: expected {block + aside} or more, "
+                f"max_num_batched_tokens={most}: with a prefix cache, a pass must hold a block of states "
+                f"({block} tokens) and the slots that vLLM reserves for drafts by "
+                f"{self.speculative_config.method!r} ({aside}): expected {block + aside} or more, "
                 "or --no-enable-prefix-caching"
             )
 

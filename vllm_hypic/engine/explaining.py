@@ -37,7 +37,7 @@ def explanation(
     link = link_of_request(request.extra_args, config.link_defaults)
     reason = None
     if plan is not None and plan.warm_only:
-        reason = "the prompt ends in a separator: its records are made, and nothing else is computed"
+        reason = "the prompt ends in a separator: the request only computes the records of its segments"
     elif not segments:
         looked = segment_mode_of_request(request.extra_args, config.segment.mode)
         if not link.reuse:
@@ -49,7 +49,7 @@ def explanation(
         elif looked == "off":
             reason = "the prompt has no separators, and hypic_segment is 'off'"
         else:
-            reason = f"no segments were found by {looked!r}"
+            reason = f"hypic_segment={looked!r} finds no segments in the prompt"
     return Explanation(
         mode=mode,
         link=link.name,

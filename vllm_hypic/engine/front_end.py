@@ -58,7 +58,7 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         mode = segment_mode_of_request(extra, config.segment.mode)
         if mode != "off" and vllm_config.model_config.skip_tokenizer_init:
             raise LinkError(
-                f"segments by {mode!r} are found in text, and skip_tokenizer_init leaves that out"
+                f"hypic_segment={mode!r} needs the tokenizer, but skip_tokenizer_init is set: expected 'off'"
             )
         if parallel is not None:
             Permits.read(parallel.secret_file).check(extra or {}, _subject(request))
@@ -73,19 +73,19 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
             raise LinkError(NONE_HERE)
         if method.reads_text and vllm_config.model_config.skip_tokenizer_init:
             raise LinkError(
-                f"hypic_context={method.context!r}, islands {method.islands}: these read text, and "
-                "skip_tokenizer_init leaves the tokenizer out; expected 'none' for both, or context 'lead'"
+                f"hypic_context={method.context!r} with islands {method.islands} reads text, but "
+                "skip_tokenizer_init disables the tokenizer: expected 'none' for both, or context 'lead'"
             )
     except LinkError as e:
         raise RequestRefused(str(e)) from e
     ids = request.prompt_token_ids
     primitives = _primitive_ids(vllm_config)
     if transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
-        raise RequestRefused(f"{PUSH_TO}: expected a prompt that ends in a separator, so only warms segments")
+        raise RequestRefused(f"{PUSH_TO}: expected a warm-up prompt, which ends in a separator")
     if ids is None or not (spans or primitives.contains(ids)):
         return
     if spans and primitives.contains(ids):
-        raise RequestRefused(f"{SEGMENTS}: the prompt has separators or other primitives of its own")
+        raise RequestRefused(f"{SEGMENTS}: the prompt itself has separators or other primitives: remove them")
     reason = refusal(request, primitives) or _refused_images(request, vllm_config, primitives, spans or ())
     if reason:
         what = SEGMENTS if spans else "prompts with segment separators"
@@ -151,8 +151,8 @@ def reason_not_to_cut(request: EngineCoreRequest, primitives: PrimitiveIds) -> s
     """Why no segments are to be found in a prompt that names none, or ``None``."""
     if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
         return (
-            "segments are not looked for in prompts with images, videos or audio: "
-            "separators, or hypic_segments, cut them"
+            "hypic_segment does not cut prompts with images, videos or audio: "
+            "mark their segments with separators or hypic_segments"
         )
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:

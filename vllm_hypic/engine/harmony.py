@@ -31,7 +31,7 @@ def refuse_parts(messages: object) -> None:
     """Raise :class:`.front_end.RequestRefused` for parts of ours, which vLLM would read as empty texts."""
     if (part := next(parts_of(messages), None)) is not None:
         raise RequestRefused(
-            f"part {dict(part)!r:.200}: expected text; such parts may stand in messages of "
+            f"part {dict(part)!r:.200}: expected text; separators and segments are allowed in messages of "
             "/v1/chat/completions, on a server started with VLLM_PLUGINS=hypic,hypic_cache"
         )
 
@@ -67,7 +67,7 @@ def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) 
         header = {name: value for name, value in message.to_dict().items() if name != "content"}
         if tokenizer.has_primitives(header):
             raise RequestRefused(
-                f"message {header!r:.200}: separators, other primitives and segment ids may stand in "
+                f"message {header!r:.200}: separators, other primitives and segment ids are allowed in "
                 "contents, not in names"
             )
         text = get_encoding().decode(ids[start:stop])
@@ -75,7 +75,7 @@ def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) 
             parts = [content.text for content in message.content if isinstance(content, TextContent)]
             parts = parts or [text]  # instructions and tools are one text
             if "".join(parts) != text:
-                raise RequestRefused("harmony writes another text than contents of messages are")
+                raise RequestRefused("harmony alters contents of messages: remove separators and segment ids")
             found += ids[after:start]
             for piece in (piece for part in parts for piece in tokenizer.pieces_of(part)):
                 if isinstance(piece, str):
@@ -91,7 +91,7 @@ def _contents(ids: list[int], n_messages: int) -> Iterator[tuple[int, int]]:
     harmony = get_encoding()
     [before] = harmony.encode("<|message|>", allowed_special="all")
     if ids.count(before) != n_messages:
-        raise RequestRefused(f"harmony writes {n_messages} messages as {ids.count(before)}")
+        raise RequestRefused(f"harmony writes {n_messages} messages as {ids.count(before)}: drop separators")
     stop = 0
     for _ in range(n_messages):
         start = stop = ids.index(before, stop) + 1

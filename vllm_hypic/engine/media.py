@@ -28,27 +28,27 @@ def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmCo
     for feature in features:
         if feature.modality not in MODALITIES:
             *some, last = MODALITIES
-            return f"{feature.modality} inputs are not supported, {', '.join(some)} and {last} inputs are"
+            return f"{feature.modality} inputs are not supported: expected {', '.join(some)} or {last} inputs"
     inputs = f"{features[0].modality} inputs"
     if model.is_encoder_decoder:
         return f"{inputs} of encoder-decoder models are not supported"
     if model.is_mm_prefix_lm:
-        return f"{inputs} are not supported by this model: its images attend to what stands behind them"
+        return f"{inputs} are not supported by this model: its images attend to later tokens"
     if not processing.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         return (
-            f"{inputs} are not supported where vLLM gives them no digests: "
+            f"{inputs} need digests, which vLLM makes for its caches only: "
             "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0"
         )
     if model.uses_mrope:
         if _has_windows(model):
             return (
                 f"{inputs} are not supported by this model: its windows count tokens, "
-                "and its three-dimensional positions (M-RoPE) do not"
+                "but its three-dimensional positions (M-RoPE) do not"
             )
         if processing.mm_processor_cache_gb and processing.mm_processor_cache_type == "shm":
             return (
-                f"{inputs} are not supported with --mm-processor-cache-type shm: "
-                "the scheduler, which needs the size of images, does not see them; expected lru"
+                f"{inputs} are not supported with --mm-processor-cache-type shm, "
+                "which hides the size of images from the scheduler: expected lru"
             )
     return None
 
@@ -69,7 +69,7 @@ def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
         if media and at.offset < media[-1].stop:
             raise PromptError(
                 f"{feature.modality} at token {at.offset} lies in the input before it, as with "
-                "use_audio_in_video: ask without separators and segments"
+                "use_audio_in_video: remove separators and segments"
             )
         media.append(Medium(at.offset, at.offset + at.length, feature.identifier))
     return tuple(media)
@@ -115,20 +115,20 @@ class MediaReader:
             found, _ = self._positions([*tokens, 0], here)
         except (AttributeError, KeyError, TypeError, AssertionError, NotImplementedError) as e:
             raise PromptError(
-                f"{self._model.architecture} does not tell without a loaded model where tokens behind an "
-                f"{feature.modality} stand ({type(e).__name__}: {e}): ask without separators and segments"
+                f"{self._model.architecture} cannot compute the positions behind {feature.modality} inputs "
+                f"without a loaded model ({type(e).__name__}: {e}): remove separators and segments"
             ) from e
         except RuntimeError as e:
             # In the worker it would end the engine.
             raise PromptError(
-                f"{self._model.architecture} wants a token behind an {feature.modality}, where a segment "
-                f"may end ({e}): ask without separators and segments"
+                f"{self._model.architecture} needs a token behind {feature.modality} inputs, where a segment "
+                f"may end ({e}): remove separators and segments"
             ) from e
         time, behind = found[0].tolist(), set(found[:, -1].tolist())
         if alone.shape[1] != length or len(time) != length + 1 or len(behind) > 1:
             raise PromptError(
-                f"{self._model.architecture} does not number all dimensions alike behind an "
-                f"{feature.modality}: ask without separators and segments"
+                f"{self._model.architecture} gives the first token behind {feature.modality} inputs "
+                "different positions by dimension: remove separators and segments"
             )
         if time == list(range(length + 1)):
             return medium

@@ -72,8 +72,8 @@ def refuses_model(model_config: ModelConfig) -> str | None:
     if mode in ("hf", TOKENIZER_MODE):
         return None
     return (
-        f"tokenizer mode {mode!r} has no token primitives; --tokenizer-mode hf uses the model's "
-        "Hugging Face tokenizer, where it has one"
+        f"tokenizer mode {mode!r} has no token primitives; use --tokenizer-mode hf if the model has a "
+        "Hugging Face tokenizer"
     )
 
 
@@ -367,8 +367,8 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     """
     if not isinstance(tokenizer, (TokenizersBackend, PythonBackend)):
         raise ValueError(
-            f"{type(tokenizer).__name__} is no Hugging Face tokenizer: token primitives need one "
-            "(--tokenizer-mode hf shows whether the model has it)"
+            f"{type(tokenizer).__name__} is no Hugging Face tokenizer, which token primitives need: "
+            "use --tokenizer-mode hf if the model has one"
         )
     hidden = tokenizer._hypic_added if isinstance(tokenizer, HypicTokenizer) else frozenset[str]()
     tokenizer = _without_cache(tokenizer)
@@ -376,7 +376,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     for name, text in texts.items():
         if text in vocab and texts.literal:
             raise ValueError(
-                f"{name}={text!r}: is in the vocabulary, so texts could hold it although they are literal; "
+                f"{name}={text!r}: is in the vocabulary, so literal text could contain this token; "
                 "choose another"
             )
         if text in vocab:
@@ -398,8 +398,8 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
             token = tokenizer.convert_tokens_to_ids(text)
             if token is None or token in taken:
                 raise ValueError(
-                    f"{type(tokenizer).__name__} gave {text!r} the id {token}, which is another token's: "
-                    "it cannot take new tokens; configure texts that are in its vocabulary"
+                    f"{type(tokenizer).__name__} cannot take new tokens: {text!r} got the id {token} of "
+                    "another token; configure texts that are in the vocabulary"
                 )
     wrapped = _rebuild(tokenizer, texts, hidden.union(added), literal)
     for token in wrapped("")["input_ids"]:

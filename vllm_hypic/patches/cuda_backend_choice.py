@@ -47,8 +47,8 @@ def apply_to(platform: Any) -> None:
         name = path.rpartition(".")[2]
         if path not in {Backend[served].get_path() for served in SERVED}:
             raise ConfigError(
-                f"--attention-backend hypic: latent attention by {name}, which vLLM chooses here: expected "
-                f"{', '.join(SERVED)}"
+                f"--attention-backend hypic: latent attention by {name}, vLLM's choice, is not supported: "
+                f"expected {', '.join(SERVED)}"
             )
         return f"vllm_hypic.backends.attention.cuda_mla.Hypic{name}"
 

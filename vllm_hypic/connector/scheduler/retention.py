@@ -155,7 +155,7 @@ class Retention:
             raise PinRefused(
                 f"{whose} would take {self._geometry.bytes_of(pinned)} bytes of the pool's "
                 f"{self._geometry.nbytes}: at most {share:.0%} of its pages, state slots and transition "
-                f"blocks may be pinned; unpin others, or raise {option} or pool_bytes"
+                f"blocks may be pinned; unpin other records, or raise {option} or pool_bytes"
             )
 
     def unpin_record(self, key: SegmentKey) -> None:

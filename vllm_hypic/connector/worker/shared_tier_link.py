@@ -71,10 +71,10 @@ class SharedTierLink(RecordLink):
                 name = self._store.codec.name_of(push.order.place.key)
                 push.look = self._store.store.look_for([name], push.tier)
             elif self._store.behind:
-                self._end(push, "too much waits to be written (store.queue_bytes)")
+                self._end(push, "the write queue is full (store.queue_bytes)")
         now = self._clock()
         self._end_those(
-            lambda push: push.until <= now, lambda push: f"not there after {push.order.deadline_s:.3g} s"
+            lambda push: push.until <= now, lambda push: f"no record after {push.order.deadline_s:.3g} s"
         )
 
     def _go_on(self, push: _Push, look: Look) -> None:
@@ -82,7 +82,7 @@ class SharedTierLink(RecordLink):
             self._pushes.remove(push)
             self._finish(push.order, Result.DONE)
         elif look.fault or push.saved:
-            self._end(push, look.fault or "it left the tier at once")
+            self._end(push, look.fault or "the record left the tier at once")
         else:
             push.saved, push.look = True, None
             self._store.submit(SaveRecord(push.order.place))

@@ -133,7 +133,7 @@ class WorkerSide:
             self._settling = [replace(s, plan=replace(s.plan, stored=None)) for s in self._settling]
         taken = [link.submit(order) for link in self.links]
         if not any(taken) and isinstance(order, MovingOrder):
-            self._take(Outcome(order, Result.FAILED, "this engine has no link for it"))
+            self._take(Outcome(order, Result.FAILED, "this engine has no link for the record"))
         return any(taken)
 
     def _collect(self, link: RecordLink) -> None:

@@ -201,7 +201,7 @@ class StoreLink(RecordLink):
         ):
             self._fetching[name] = fetch
         else:
-            self._missed(fetch, "no tier has it")
+            self._missed(fetch, "no tier has the record")
 
     def _missed(self, fetch: _Fetch, reason: str) -> None:
         order = fetch.order
@@ -230,7 +230,7 @@ class StoreLink(RecordLink):
             fetch.route = fetch.route or fetched.tier or ""
             fetch.seconds += fetched.seconds
             if fetched.tier is None:
-                self._missed(fetch, "no tier had it in time")
+                self._missed(fetch, "no tier had the record in time")
             elif fetch.incoming.next is not None:
                 self._read_next(fetch)
             else:

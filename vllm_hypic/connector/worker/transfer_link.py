@@ -105,13 +105,13 @@ class TransferLink(RecordLink):
 
     def _stop_awaiting(self, stop: StopAwaiting) -> None:
         for name in [n for n, order in self._awaited.items() if order.place.serial == stop.serial]:
-            reason = "nobody waits for it any more"
+            reason = "no request waits for the record any more"
             if not stop.unless_offered:
                 self.receiver.withdraw(name)
             elif self.receiver.is_offered(name):
                 continue
             else:  # it is computed here: who offers it later is told
-                reason = "nobody has offered it, and others wait for room"
+                reason = "no server has offered the record, and other requests wait for room"
                 self.receiver.settle(name)
             order = self._awaited.pop(name)
             if stop.unless_offered:
@@ -136,7 +136,7 @@ class TransferLink(RecordLink):
                     self.codec.mover.discard(order.place)
                     self._finish(order, Result.IN_SHARED_TIER)
                 case _:
-                    logger.info("segment %s will not come: %s", order.place.key[:12], received.reason)
+                    logger.info("segment %s does not arrive: %s", order.place.key[:12], received.reason)
                     self.codec.mover.discard(order.place)
                     self._finish(order, Result.FAILED, received.reason)
         for sent in self.sender.poll():
