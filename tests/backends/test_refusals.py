@@ -296,7 +296,7 @@ def test_a_layer_that_has_no_cache_of_its_own_is_not_passed_over() -> None:
 
 def test_a_backend_that_the_model_chooses_is_named() -> None:
     layer = stock_layer(Attention, impl=object(), attn_backend=SimpleNamespace(get_name=lambda: "OTHER"))
-    assert attach.layer_refusal(layer, "") == "Attention by OTHER, which the model chooses itself"
+    assert attach.layer_refusal(layer, "") == "Attention by OTHER (the model itself chooses this backend)"
     assert attach.layer_refusal(stock_layer(Attention), "") == "Attention without the hypic backend"
 
 
@@ -316,7 +316,7 @@ def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None
         )
         assert says == f"linear attention {kind.__name__} (supported: {supported})"
     else:
-        assert says.startswith("gated delta net in Qwen4ExpForCausalLM (what else that keeps is not known; ")
+        assert says.startswith("gated delta net in Qwen4ExpForCausalLM (the model may keep other states; ")
         assert "Qwen3NextForCausalLM" in says
 
 
@@ -329,7 +329,8 @@ def test_layers_that_the_kernels_refuse_are_told_once(monkeypatch: pytest.Monkey
     for head_size in (64, 72, 72, 64):
         attach._warn_of_refusal("full attention", span_attention.refuses(head_size, "cpu"))
     assert told == [
-        "hypic: full attention runs in PyTorch, several times slower: head size 72 is not a multiple of 16"
+        "hypic: full attention runs in PyTorch, several times slower: "
+        "head size 72 (expected a multiple of 16)"
     ]
     # That there are no kernels at all is said elsewhere, for all layers.
     monkeypatch.setattr(extension, "missing", lambda: "not built")

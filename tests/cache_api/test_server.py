@@ -365,7 +365,7 @@ class TestServer:
         text = f"{words('push')}{SEP}"
         assert "only a router" in post(server, {"prompt": text, "vllm_xargs": away}).text
         refused = post(server, as_router(server, text, hypic_push_to="tier:0123456789abcdef"))
-        assert refused.status_code == 400 and "no shared tier of this engine" in refused.text
+        assert refused.status_code == 400 and "this engine has no such shared tier" in refused.text
         assert post(server, as_router(server, text, **away)).status_code == 500
         late = {"hypic_remote": ["0" * 64], "hypic_remote_deadline_s": 1000}
         assert "at most 120" in post(server, as_router(server, text, **late)).text

@@ -224,7 +224,7 @@ def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
     assert not on.over("w")
     (order,) = pushes(step(on))
     assert (order.place.key, order.destination) == (place.key, f"tier:{identity}")
-    with pytest.raises(LinkError, match=f"no shared tier of this engine; expected one of {identity}"):
+    with pytest.raises(LinkError, match=f"this engine has no such shared tier; expected one of {identity}"):
         on.planner.transfer(PlanRequest([], {"hypic_push_to": "tier:0000"}, None, None))
 
 
@@ -256,7 +256,7 @@ def test_reports_of_pushes_add_up() -> None:
     [
         ({"hypic_push_to": "http://x"}, "hypic_push_to='http://x': expected tcp://HOST:PORT"),
         ({"hypic_push_to": 7}, "hypic_push_to=7: expected tcp://HOST:PORT or tier:IDENTITY"),
-        ({"hypic_push_to": "tier:ab"}, "'tier:ab': no shared tier of this engine; expected a store"),
+        ({"hypic_push_to": "tier:ab"}, "'tier:ab': this engine has no such shared tier; expected a store"),
         ({"hypic_remote": "a" * 64}, "expected a list"),
         ({"hypic_remote": ["a" * 63]}, "no segment key"),
         ({"hypic_remote": ["a" * 64] * 5000}, "at most 4096"),

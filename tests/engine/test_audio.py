@@ -90,7 +90,7 @@ def test_what_vllm_refuses_is_refused(start_engine: EngineFactory, saved: Saver)
             with pytest.raises(EngineError, match=why):
                 engine.ask(one)
     cut = replace(too_short.plain(), media={"audio": [SHORT]}, extra={"hypic_segments": [0, len(LEAD) + 5]})
-    with pytest.raises(EngineError, match="are one image, video or audio, which an edge of a segment cuts"):
+    with pytest.raises(EngineError, match="are one image, video or audio: no segment may begin or end"):
         engine.ask(cut)
     [after] = engine.ask(ASKS["segment"])
     assert after.tokens == before.tokens

@@ -167,7 +167,7 @@ def test_named_segments(engine: Engine) -> None:
     assert farthest(cold, plain, MODELS[0].steps) <= MODELS[0].bound
     assert warm.cached == end - 2 * 16
     cut = replace(given, extra={"hypic_segments": [begin, begin + 70, second, end]})
-    with pytest.raises(EngineError, match="are one image, video or audio, which an edge of a segment cuts"):
+    with pytest.raises(EngineError, match="are one image, video or audio: no segment may begin or end"):
         engine.ask(cut)
 
 

@@ -29,7 +29,7 @@ def test_help_names_the_families() -> None:
     ("arguments", "says"),
     [
         (["--tasks", "one,nine"], "'nine' is no family of tasks: expected one, two, head"),
-        (["--tasks", "one,one"], "a name stands there twice"),
+        (["--tasks", "one,one"], "expected different names"),
         (
             ["--methods", "hypic-8,hpic-4"],
             "'hpic-4' is no method: expected full, prefix, prefix-same, hypic-W",
@@ -42,9 +42,9 @@ def test_help_names_the_families() -> None:
         (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--outcomes", "/nowhere/x.jsonl"], "there is no folder /nowhere"),
         (["--plot", "x.pdf"], "plots are PNG files"),
-        (["--chat-template-kwargs", "{"], "'{' is no JSON"),
-        (["--chat", "--chat-template-kwargs", "[1]"], "'[1]': expected an object"),
-        (["--chat-template-kwargs", '{"a": 1}'], "the model has no chat template, or --no-chat was said"),
+        (["--chat-template-kwargs", "{"], "'{' is not JSON"),
+        (["--chat", "--chat-template-kwargs", "[1]"], "'[1]': expected a JSON object"),
+        (["--chat-template-kwargs", '{"a": 1}'], "the model has no chat template, or --no-chat is given"),
         (["--data", "/nowhere/x.jsonl"], "does not exist"),
         (["--tasks", "one", "--facts", "1000"], "8 documents of 128 tokens: 1000 facts in a document"),
         (["--tasks", "one", "--documents", "200"], "200 documents: expected 2 to 100"),

@@ -54,7 +54,7 @@ def test_all_is_well() -> None:
         ({"reuse": Reuse(2840, 3000)}, FAULTS, "94.7 %; at least 95 % are expected"),
         ({"reuse": Reuse(0, 0)}, FAULTS, "all segments are too short"),
         ({"answers": (answers(400, 300, lost=40, gained=22),)}, ANSWERS, "4.5 lost"),
-        ({"answers": (answers(lost=14),)}, ANSWERS, "more than 1 are for certain"),
+        ({"answers": (answers(lost=14),)}, ANSWERS, "more than 1 are certainly lost"),
         ({"distances": replace(FINE, kl_p90=0.21)}, DISTRIBUTIONS, "within 0.21 nats"),
         ({"distances": replace(FINE, changed=5.1)}, FIRST_TOKENS, "5.1 % of the 95 first tokens"),
     ],
@@ -83,7 +83,7 @@ def test_losses_that_may_be_chance_and_losses_that_are_certain() -> None:
     judgement = judge(found, LIMITS)
     assert judgement.verdict is Verdict.GO and found.answers[0].loss.value > LIMITS.loss
     [reason] = [r for r in judgement.reasons if r.criterion == ANSWERS]
-    assert "8.3 lost" in reason.says and "these may be chance" in reason.says
+    assert "8.3 lost" in reason.says and "this loss may be chance" in reason.says
     # Of many prompts: the mean is within its limit, and all of the interval beyond the other one.
     found = numbers(answers=(answers(4000, 3900, lost=100),))
     [reason] = judge(found, LIMITS).against
@@ -99,7 +99,7 @@ def test_answers_that_say_nothing() -> None:
     judgement = judge(numbers(answers=silent), LIMITS)
     assert judgement.verdict is Verdict.CANNOT_JUDGE
     [reason] = judgement.against
-    assert "scores 18.8 points, less than 20: what reuse loses cannot be seen" in reason.says
+    assert "scores 18.8 points, less than 20, so no loss can show" in reason.says
     far = judge(numbers(answers=silent, distances=replace(FINE, kl_p90=1.0)), LIMITS)
     assert far.verdict is Verdict.CANNOT_JUDGE and far.against == [reason]
     unlikely = numbers(answers=silent, texts=(texts(3.0),))
@@ -118,7 +118,7 @@ def test_texts_that_become_less_likely_are_a_no_go() -> None:
     assert fails(found) == [TEXTS]
     [reason] = judge(found, LIMITS).against
     assert "mixed: 2.500 nats a token recomputed, 2.552 reused: +2.1 %" in reason.says
-    assert "at most 2 % more may be" in reason.says
+    assert "at most 2 % more is allowed" in reason.says
 
 
 def test_one_set_that_tells_is_enough_and_each_is_judged() -> None:

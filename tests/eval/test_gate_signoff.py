@@ -75,20 +75,20 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda c: c.update(format=3), True, "has format 3, expected 2"),
         (lambda c: c.pop("format"), True, "has format None, expected 2"),
         (lambda c: c.update(kind="bench"), True, "is no sign-off of the gate"),
-        (lambda c: c.pop("verdict"), True, "lacks something: KeyError: 'verdict'"),
-        (lambda c: c.update(verdict="perhaps"), True, "lacks something: ValueError"),
-        (lambda c: c["subject"].pop("dtype"), True, "lacks something: ValueError: expected the fields"),
-        (lambda c: c.update(subject=3), True, "lacks something: TypeError"),
-        (lambda c: c.update(limits=None), True, "lacks something: AttributeError"),
+        (lambda c: c.pop("verdict"), True, "is incomplete (KeyError: 'verdict')"),
+        (lambda c: c.update(verdict="perhaps"), True, "is incomplete (ValueError"),
+        (lambda c: c["subject"].pop("dtype"), True, "is incomplete (ValueError: expected the fields"),
+        (lambda c: c.update(subject=3), True, "is incomplete (TypeError"),
+        (lambda c: c.update(limits=None), True, "is incomplete (AttributeError"),
         (
             lambda c: c["subject"].update(dtype="float16"),
             True,
-            "is another's: dtype: 'float16', not 'bfloat16'",
+            "is for other settings: dtype: 'float16', not 'bfloat16'",
         ),
         (
             lambda c: c["subject"]["options"].update(seam_tokens=4),
             True,
-            "is another's: seam_tokens: 4, not 8",
+            "is for other settings: seam_tokens: 4, not 8",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_foreign_files_do_not_count(tmp_path: Path) -> None:
     path = path_in(tmp_path, subject())
     for text in ("", "{", "[]", "3", '{"a": 1}', "\udce9"):
         path.write_bytes(text.encode("utf-8", "surrogateescape"))
-        with pytest.raises(SignOffError, match=r"is no JSON|is no sign-off"):
+        with pytest.raises(SignOffError, match=r"is not JSON|is no sign-off"):
             read(path)
         assert not find(str(tmp_path), subject()).go, text
     path.unlink()
@@ -181,7 +181,7 @@ def test_default_folder_and_a_user_without_a_home(monkeypatch: pytest.MonkeyPatc
     for name in (FOLDER, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert f"there is no folder of sign-offs: set {FOLDER}" in find(None, subject()).says
+    assert f"the user has no folder for sign-offs: set {FOLDER}" in find(None, subject()).says
 
 
 # -- at the start of a server ------------------------------------------------------------------------
@@ -256,14 +256,14 @@ def test_any_other_verdict_is_told_with_its_reasons(
 
 
 def test_without_a_go_nothing_starts_that_demands_one(told: Told, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gate.require='go': nobody has checked .* run: vllm-hypic gate "):
+    with pytest.raises(ConfigError, match=r"gate.require='go': no sign-off says .* run: vllm-hypic gate "):
         told(tmp_path, "go")
     write(path_in(tmp_path, subject()), signed(subject()))
-    with pytest.raises(ConfigError, match="nobody has checked"):
+    with pytest.raises(ConfigError, match="no sign-off says"):
         told(tmp_path, "go", seam_tokens=4)
     # A model without a sign off is told in one line.
     [line] = told(tmp_path, seam_tokens=4)
-    says = "WARNING hypic gate: nobody has checked what reuse costs this model at these settings"
+    says = "WARNING hypic gate: no sign-off says what reuse costs this model at these settings"
     way_out = "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' --folder"
     assert line.startswith(says) and line.endswith(f"{way_out} {tmp_path}")
 

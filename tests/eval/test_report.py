@@ -146,7 +146,7 @@ def test_notes() -> None:
     full = cell(FULL.name, outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name])
     [note] = notes(FamilyResult("one", 4, 0, (full, nothing)))
     [hopeless] = notes(family("one", {FULL.name: [0, 0]}))
-    assert "nothing can be lost" in hopeless
+    assert "reuse can lose none" in hopeless
     assert note.startswith("one: hypic-32 reused nothing in 4 of 4 prompts")
 
 
@@ -193,7 +193,7 @@ def test_names_and_sure_reuse_of_methods() -> None:
     assert is_noise(NOISE) and not any(is_noise(link_method(name).name) for name in DEFAULT)
     found = link_method("hypic-8/text/query-10@cdc")
     assert (found.seam, found.context, found.islands, found.mode) == (8, "text", "query-10", "cdc")
-    with pytest.raises(LinkError, match="'hypic-8@tags': expected one of off, structure, text, cdc behind"):
+    with pytest.raises(LinkError, match="'hypic-8@tags': expected one of off, structure, text, cdc after"):
         link_method("hypic-8@tags")
     # Tokens that are certain to be reused.
     prompt = Prompt((1,) * 40, ((1,) * 200, (1,) * 100, (1,) * 40), (1,) * 5)

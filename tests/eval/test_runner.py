@@ -50,7 +50,7 @@ def test_segments_are_what_stands_between_separators() -> None:
     assert chat.prompt.question[-1] == booking.words["mine"]
     # A segment that a template swallows is an error.
     empty = Task("few", "be brief", ("t1", " "), "what ?", ("right",), 6)
-    with pytest.raises(ValueError, match="'few' has 2 segments, its prompt 2, of which 1 are empty"):
+    with pytest.raises(ValueError, match="'few' has 2 segments, but its prompt has 2, of which 1 are empty"):
         encode(as_engine(BookingEngine()), [empty], chat=False)
 
 

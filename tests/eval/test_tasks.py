@@ -126,7 +126,7 @@ def test_somebody_elses_generator_runs_only_where_it_is_trusted(
     foreign, mine = tmp_path / "gen.py", tmp_path / "mine" / "gen.py"
     foreign.write_text(f"open({str(ran)!r}, 'w')\n{GENERATOR}")
     assert find_generator(tmp_path / "model") is None and not ran.exists()
-    assert f"{foreign} is not run: it may do anything; --trust-generator runs it" in caplog.text
+    assert f"{foreign} is not run, as an unknown program may do harm; --trust-generator" in caplog.text
     assert find_generator(tmp_path / "model", trust=True) is not None and ran.exists()
     mine.parent.mkdir()
     mine.symlink_to(EXAMPLE / "gen.py")
@@ -354,7 +354,7 @@ def test_lines_become_tasks(tmp_path: Path) -> None:
     assert "Answer with one of: Sun, Moon." in classes.question
     assert longbench.SUMMARISE in summary.question
     # No more than asked for is read.
-    path = data(tmp_path, LINE, LINE, "no JSON")
+    path = data(tmp_path, LINE, LINE, "not JSON")
     assert len(longbench.read(path, limit=2)) == 2
     with pytest.raises(DataError, match="line 3"):
         longbench.read(path, limit=3)
@@ -382,7 +382,7 @@ def without(field: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "line 2: no JSON"),
+        ("{", "line 2: not JSON"),
         ("[1]", "line 2: expected an object"),
         (without("input"), "line 2: there is no field 'input'"),
         (without("context"), "line 2: there is no field 'context'"),

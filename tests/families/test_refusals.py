@@ -45,7 +45,7 @@ def test_refused(
 
 def test_gated_delta_layers_in_float32(start_engine: EngineFactory) -> None:
     """Stock vLLM's own code would end the engine at the first plain request."""
-    with pytest.raises(EngineError, match=r"linear_attn: torch.float32 .* choose another --dtype"):
+    with pytest.raises(EngineError, match=r"linear_attn: torch.float32 .* use --dtype bfloat16"):
         start_engine(random_model("tiny"), dtype="float32")
 
 

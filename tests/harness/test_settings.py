@@ -43,8 +43,8 @@ def test_every_command_has_help() -> None:
         (["ttft", "--hypic", '{"seams": 3}'], "unknown option 'seams'"),
         (["ttft", "--hypic", "seam"], "Expecting value"),
         (["ttft-length", "--tokens", "1024,12"], "12 is not in the range 64<=x<=65536"),
-        (["ttft-length", "--tokens", "1k"], "expected numbers with commas between"),
-        (["ttft-segments", "--segments", "4,4"], "a number stands there twice"),
+        (["ttft-length", "--tokens", "1k"], "expected numbers separated by commas"),
+        (["ttft-segments", "--segments", "4,4"], "expected different numbers"),
         (["records", "--bounds", "1e-8,0"], "0.0 is not in the range 0<x<1"),
         (["records", "--bounds", "nan"], "'nan': expected finite numbers"),
         (["overhead", "--grid", "4x"], "expected segments x tokens"),
@@ -67,7 +67,7 @@ def test_bad_options(arguments: list[str], message: str) -> None:
             "ttft",
             ["--segments", "4", "--tokens", "1024"],
             [
-                "short has a context of 2048 tokens, this benchmark needs 4224",
+                "short has a context of 2048 tokens, but this command needs 4224",
                 "fewer or shorter segments",
             ],
         ),
@@ -84,7 +84,7 @@ def test_options_that_do_not_fit(
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     assert "no config.json there" in refused("ttft", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    assert "is no JSON" in refused("ttft", "--model", str(tmp_path))
+    assert "is not JSON" in refused("ttft", "--model", str(tmp_path))
 
 
 def test_arguments_of_engines(model: Path) -> None:

@@ -19,6 +19,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -367,10 +368,13 @@ class _Children(context.ForkContext):
 
 def _close_ports() -> None:
     """Do not answer at the ports of the parent."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError), socket.socket(fileno=os.dup(int(name))) as found:
-            if found.family == socket.AF_INET and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                os.close(int(name))
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as found:
+                    listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if listens and found.family == socket.AF_INET:
+                    os.close(fd)
 
 
 def _run(words: list[str]) -> int:

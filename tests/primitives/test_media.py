@@ -134,5 +134,5 @@ def test_what_is_no_place_of_its_own_is_refused() -> None:
     """As live audio, which stands over all of its prompt."""
     require_apart((image(20),), [*TEXT, *IMAGE], IDS)
     for ids in ([*TEXT, SEP, *IMAGE], [*TEXT[1:], *IMAGE]):
-        with pytest.raises(PromptError, match="which has a separator in it or ends behind the prompt"):
+        with pytest.raises(PromptError, match="but contain a separator or end after the prompt"):
             require_apart((image(20),), ids, IDS)

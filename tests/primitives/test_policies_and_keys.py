@@ -49,7 +49,7 @@ UNKNOWN += ["seam-8", "seam-8-", "seam--8", "seam-8-8-8", "seam-8-8+", "seam-8+8
 REFUSED: list[tuple[tuple[Any, ...], str]] = [
     *(((name, 8), "expected one of hypic, seam-<h>-<t>, ") for name in UNKNOWN),
     *(
-        (("hypic", seam), f"hypic_seam_tokens={seam}: expected 0 <= w <= {MAX_SEAM_TOKENS}")
+        (("hypic", seam), f"hypic_seam_tokens={seam}: expected an integer from 0 to {MAX_SEAM_TOKENS}")
         for seam in (-1, WIDE, 10**9)
     ),
     *((("hypic", seam), "expected an integer") for seam in ("8", 1.5, True, None)),

@@ -41,15 +41,15 @@ def test_ranges_may_begin_and_end_with_the_prompt(spans: tuple[tuple[int, int], 
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ("0", "expected a list"),
-        ([1], "expected a list"),
-        ([0, 1.5], "expected a list"),
-        ([True, 2], "expected a list"),
+        ("0", "expected a flat list"),
+        ([1], "expected a flat list"),
+        ([0, 1.5], "expected a flat list"),
+        ([True, 2], "expected a flat list"),
         ([0, 11], "within the prompt's 10 tokens"),
         ([-1, 3], r"\[-1, 3\] after 0"),
         ([3, 3], "at least one token"),
         ([4, 6, 5, 8], r"\[5, 8\] after 6"),
-        ([0, 1] * 4097, "at most 4096"),
+        ([0, 1] * 4097, "at most 8192"),
     ],
 )
 def test_ranges_that_make_no_sense_are_refused(given: object, reason: str) -> None:

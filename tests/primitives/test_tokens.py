@@ -177,7 +177,7 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
     path.write_text("  One page.\n", encoding="utf-8")
     assert context_text(str(path)) == "One page."
     path.write_text(" \n")
-    with pytest.raises(ValueError, match="expected a text, found nothing"):
+    with pytest.raises(ValueError, match="expected a text, but the file is empty"):
         context_text(str(path))
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="context_file="):

@@ -62,7 +62,7 @@ def test_loopback_needs_no_secret(host: str) -> None:
         ({"events": "tcp://0.0.0.0:7101"}, "events='tcp://0.0.0.0:7101': expected a loopback address"),
         ({"events": "tcp://[::ffff:127.0.0.1]:7101"}, "expected a loopback address"),
         ({"events": GOOD["listen"]}, "another port than that of listen"),
-        ({"listen": "tcp://0.0.0.0:7100", "secret_file": "s"}, "or set advertise to what others connect to"),
+        ({"listen": "tcp://0.0.0.0:7100", "secret_file": "s"}, "one interface, or set advertise"),
         ({"events": "tcp://[::]:7101", "secret_file": "s"}, "or set advertise_events"),
         ({"advertise": "tcp://0.0.0.0:7100"}, "advertise='tcp://0.0.0.0:7100': expected an address that"),
         ({"advertise": "http://a:1"}, "advertise='http://a:1': expected tcp://ADDRESS:PORT"),

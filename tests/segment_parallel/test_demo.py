@@ -37,11 +37,11 @@ def test_the_verdict_can_be_good():
     [
         ({"received": 7, "computed": 1}, {}, 8, "7 came from workers"),
         ({"not_received": 1}, {}, 8, "1 were awaited in vain"),
-        ({"pushed": {"worker0": 8, "worker1": 0}}, {}, 8, "worker1 did nothing"),
+        ({"pushed": {"worker0": 8, "worker1": 0}}, {}, 8, "worker1 delivered no records"),
         ({"failures": 2}, {}, 8, "2 failures"),
         ({}, {"tokens": ("a", "c")}, 8, "other tokens"),
         ({}, {"logprobs": ((("a", -0.5), ("b", -1.5000001)),)}, 8, "other logprobs"),
-        ({}, {}, 3, "3 of 8 segments were computed"),
+        ({}, {}, 3, "computed 3 of 8 segments"),
     ],
 )
 def test_the_verdict_can_be_bad(counted, alone, computed, says):

@@ -160,11 +160,11 @@ def drafting(**given: Any) -> SimpleNamespace:
 
 
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"how": {"method": "medusa"}}, "by 'medusa' was never run beside records"),
-    "linear layers": ({"model": {"is_hybrid": True}}, "states behind each draft"),
-    "linear layers alone": ({"model": {"is_attention_free": True}}, "states behind each draft"),
-    "latents": ({"model": {"use_mla": True}}, "attention over latents answers wrongly on CPUs"),
-    "drafting in parallel": ({"how": {"parallel_drafting": True}}, "parallel_drafting has rows"),
+    "method": ({"how": {"method": "medusa"}}, "by 'medusa' was never run with records"),
+    "linear layers": ({"model": {"is_hybrid": True}}, "state behind each draft"),
+    "linear layers alone": ({"model": {"is_attention_free": True}}, "state behind each draft"),
+    "latents": ({"model": {"use_mla": True}}, "latent attention gives wrong answers on CPUs"),
+    "drafting in parallel": ({"how": {"parallel_drafting": True}}, "parallel_drafting is not supported"),
     "rows left out": ({"how": {"disable_padded_drafter_batch": True}}, "disable_padded_drafter_batch"),
     "three positions": ({"model": {"uses_mrope": True}}, "M-RoPE is not supported"),
     "three positions of what drafts": ({"draft": {"uses_mrope": True}}, "M-RoPE is not supported"),
@@ -172,9 +172,9 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
         {"how": {"method": "mtp"}, "draft": {"architecture": "NemotronHMTPModel"}},
         "NemotronHMTPModel was never run: expected one of Qwen3_5MTP",
     ),
-    "stages": ({"stages": 2}, "pipeline_parallel_size=2: vLLM's V1 model runner has what drafts on the last"),
-    "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a model of full attention"),
-    "positions end": ({"draft": {"max_model_len": 2048}}, "end at 2048: expected max_model_len=4096 or more"),
+    "stages": ({"stages": 2}, "pipeline_parallel_size=2: vLLM's V1 model runner loads the drafter on"),
+    "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a draft model with full attention"),
+    "positions end": ({"draft": {"max_model_len": 2048}}, "max_model_len=2048: expected 4096 or more"),
 }
 
 
@@ -197,7 +197,7 @@ def test_models_that_draft_beside_linear_layers(architecture: str, served: tuple
     asked = drafting(how={"method": method}, model={"is_hybrid": True, "architecture": architecture})
     reason = refusal(asked, keeps_states=True)
     assert (reason is None) == (method in served)
-    expected = f"expected one of {', '.join(('ngram', 'suffix', 'mtp', *served))} (of models with linear"
+    expected = f"expected one of {', '.join(('ngram', 'suffix', 'mtp', *served))} (with linear layers, other"
     assert reason is None or expected in reason
 
 

@@ -71,8 +71,8 @@ def test_a_password_in_the_url_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError) as refused:
         config_of({"type": "redis", "url": "redis://user:open-sesame-7@cache:6379/0"})
     assert str(refused.value) == (
-        "hypic config: store.tiers[0].url='redis://***@cache:6379/0': expected no password in it: "
-        "give it by password_file or password_env"
+        "hypic config: store.tiers[0].url='redis://***@cache:6379/0': expected a URL without a "
+        "password: give the password by password_file or password_env"
     )
 
 

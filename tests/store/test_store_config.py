@@ -206,7 +206,7 @@ def test_the_same_tier_or_another(one: dict[str, Any], other: dict[str, Any], sa
     [
         ({**MEMORY, "shared": True}, "a tier that other engines can reach (disk, redis"),
         ({"type": "lmcache", "l1_bytes": 1, "shared": "x"}, "shared='x': expected a tier that other engines"),
-        ({**REDIS, "shared": 1}, "shared=1: expected true, false, or what all engines call the tier: 1"),
+        ({**REDIS, "shared": 1}, "shared=1: expected true, false, or the name that all engines give the"),
         ({**DISK, "shared": "a b"}, "store.tiers[0].shared='a b': expected true, false, or"),
         ({**SERVER, "shared": ""}, "store.tiers[0].shared='': expected true, false, or"),
     ],

@@ -125,7 +125,7 @@ def test_the_right_answer_is_recommended(run: Callable[..., Any], log: str) -> N
 def test_what_is_printed(run: Callable[..., Any]) -> None:
     shown = run(KNOWN["text"][0], "--hypic", '{"seam_tokens": 4, "segment": {"min_tokens": 64}}')
     assert '{"hypic": {"seam_tokens": 4, "segment": {"min_tokens": 64, "mode": "text"}}}' in shown
-    assert "Memory without end" in shown and "text, documents" in shown
+    assert "The replay assumes unlimited memory" in shown and "text, documents" in shown
     assert "text, fences" not in shown, "it finds nothing"
     assert "vLLM's prefix cache alone reuses as much" in run(conversation()[:6])
 
@@ -168,17 +168,17 @@ def test_what_has_no_segments_is_not_cut_and_images_are_left_out(run: Callable[.
     assert {c["in_segments"] for c in run(log, "--json")["candidates"]} == {0.0}
     image = user([{"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}}])
     assert run([user("Why?"), image], "--json")["requests_left_out"] == 1
-    assert "no prompts, and 1 requests left out" in run([image])
+    assert "no prompts of text alone; 1 requests left out" in run([image])
     assert "no prompts" in run("\n\n")
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "no JSON"),
-        ("[1]", "expected the body of a chat (messages) or completion (prompt)"),
-        ('{"input": "Why?"}', "found input: expected the body"),
-        ('{"body": null}', "found NoneType: expected the body"),
+        ("{", "the line is not JSON"),
+        ("[1]", "expected a request with messages or prompt"),
+        ('{"input": "Why?"}', "found input: expected a request"),
+        ('{"body": null}', "found NoneType: expected a request"),
         ('{"messages": "Why?"}', "messages"),
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{}]}', "messages"),

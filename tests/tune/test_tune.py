@@ -169,5 +169,5 @@ def test_command_refuses_what_does_not_help_and_bad_input(
     for content in (None, b"", b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 40):
         if content is not None:
             output.write_bytes(content)
-        with pytest.raises(ValueError, match="no learned context"):
+        with pytest.raises(ValueError, match="expected a file of vllm-hypic tune"):
             read_learned(output)

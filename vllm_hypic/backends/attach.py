@@ -82,7 +82,7 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
         if architecture in (served := layer.family.architectures):
             return layer.refusal()
         return (
-            f"{layer.family.name} in {architecture} (what else that keeps is not known; "
+            f"{layer.family.name} in {architecture} (the model may keep other states; "
             f"served: {', '.join(sorted(served))})"
         )
     if isinstance(layer, MambaBase):
@@ -92,7 +92,7 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
         return impl.refusal(layer)
     backend = getattr(layer, "attn_backend", None)
     if backend is not None:
-        return f"{kind} by {backend.get_name()}, which the model chooses itself"
+        return f"{kind} by {backend.get_name()} (the model itself chooses this backend)"
     return f"{kind} without the hypic backend"
 
 
@@ -107,8 +107,8 @@ def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
     passed_by = [g.layer for g in geometry.linear if not layers[g.layer].hypic_reached]
     if passed_by:
         raise Unsupported(
-            f"hypic: the compiled model passes by layer {passed_by[0]}; clear vLLM's compile cache "
-            "(VLLM_CACHE_ROOT, torch_compile_cache) or serve with --enforce-eager"
+            f"hypic: the compiled model does not run layer {passed_by[0]}; delete vLLM's compile cache "
+            "(torch_compile_cache in VLLM_CACHE_ROOT) or serve with --enforce-eager"
         )
 
 

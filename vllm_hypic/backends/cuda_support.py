@@ -49,8 +49,8 @@ def _device(config: VllmConfig) -> Iterator[str]:
 def _parallelism(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
     for name, why in (
-        ("decode_context_parallel_size", "public columns are not divided among ranks"),
-        ("prefill_context_parallel_size", "a request's rows must be on one rank"),
+        ("decode_context_parallel_size", "as records are not divided among ranks"),
+        ("prefill_context_parallel_size", "as a request's rows must be on one rank"),
     ):
         if (given := getattr(parallel, name)) > 1:
             yield f"{name}={given}: expected 1, {why}"
@@ -60,7 +60,7 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
             "would run every step together; run one server per replica"
         )
     if parallel.use_ubatching:
-        yield "micro-batches (--enable-dbo, --ubatch-size) are not supported: a pass is composed whole"
+        yield "micro-batches (--enable-dbo, --ubatch-size) are not supported, as whole passes are composed"
 
 
 def _model(config: VllmConfig) -> Iterator[str]:
@@ -75,12 +75,12 @@ def _model(config: VllmConfig) -> Iterator[str]:
         yield f"dtype={model.dtype}: expected bfloat16 or float16"
     if model.enable_sleep_mode:
         yield (
-            "--enable-sleep-mode: sleep discards the pool under requests that it keeps; drop it, and "
+            "--enable-sleep-mode: sleep discards the pool while kept requests need it; drop the option, and "
             "pause with /pause or /sleep?level=0"
         )
     multimodal = model.multimodal_config
     if multimodal is not None and multimodal.video_pruning_rate:
-        yield "--video-pruning-rate moves positions inside a pass; drop it"
+        yield "--video-pruning-rate is not supported, as it moves positions inside a pass; drop it"
 
 
 def _drafts(config: VllmConfig) -> Iterator[str]:
@@ -90,18 +90,18 @@ def _drafts(config: VllmConfig) -> Iterator[str]:
     by = f"speculative decoding by {speculative.method!r}"
     if speculative.method not in DRAFTING_MODELS:
         yield (
-            f"{by} is not supported on CUDA, where composed requests with such drafts were never run: "
+            f"{by} is not supported on CUDA, where it was never run with records: "
             f"expected one of {', '.join(LOOKED_UP + DRAFTING_MODELS)}"
         )
     if model.use_mla or (model.is_hybrid and speculative.method != "mtp"):
         yield (
-            f"{by} of {model.architecture} is not supported on CUDA, where a model that drafts was looked at "
-            f"beside full attention alone, but for mtp: expected one of {', '.join(LOOKED_UP)}"
+            f"{by} of {model.architecture} is not supported on CUDA: mtp was tested with linear "
+            f"layers, other drafts with full attention alone; expected one of {', '.join(LOOKED_UP)}"
         )
     if config.scheduler_config.async_scheduling:
         yield (
-            f"{by} with --async-scheduling, which tells the GPU alone how many drafts were accepted: where "
-            "composed requests are follows from that; drop it"
+            f"{by} with --async-scheduling is not supported: only the GPU then knows how many drafts were "
+            "accepted, and the positions of composed requests depend on that; drop it"
         )
 
 
@@ -115,13 +115,13 @@ def _caches(config: VllmConfig) -> Iterator[str]:
         elif not current_platform.has_device_capability(90) or current_platform.has_device_capability(100):
             version = current_platform.get_device_capability().as_version_str()
             yield (
-                f"{given} on compute capability {version}: expected auto, bfloat16 or float16, as FP8 is "
-                "read by FlashAttention 3 alone, which runs on 9.0"
+                f"{given} on compute capability {version}: expected auto, bfloat16 or float16, as only "
+                "FlashAttention 3 reads FP8, which needs compute capability 9.0"
             )
     elif cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"{given}: expected auto, bfloat16, float16, fp8 or fp8_e4m3"
     if (state := config_of(config).state_dtype) != "float32":
-        yield f"hypic config: state_dtype={state}: expected float32, the only one that was run on GPUs"
+        yield f"hypic config: state_dtype={state}: expected float32, the only type that was run on GPUs"
     if cache.use_replayssm:
         yield "replayed SSM states (use_replayssm) are not supported"
 
@@ -134,16 +134,16 @@ def _execution(config: VllmConfig) -> Iterator[str]:
     if backend == "flashinfer" and sizes is not None and sizes != FLASHINFER_HEADS:
         yield (
             f"gdn_prefill_backend='flashinfer' with linear heads of {sizes[0]} and {sizes[1]}: its kernels "
-            "are made for 128 and write beyond others; use 'triton'"
+            "are made for heads of 128 and write past the end of others; use 'triton'"
         )
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         # vLLM sets it itself where a model, or VLLM_BATCH_INVARIANT=1, is better off with it.
         yield (
-            "VLLM_USE_BREAKABLE_CUDAGRAPH=1: not every operator in which rows of ours run breaks such a "
-            "graph, and none was ever run in one; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1: the plugin was never run in such graphs, and not all of its "
+            "operators break them; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
         )
     if envs.VLLM_ENABLE_STARTUP_PLAN:
-        yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that it keeps do not know of the public pool; unset it"
+        yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that vLLM stores leave out the public pool; unset it"
 
 
 def choose_gdn_prefill(config: VllmConfig) -> None:

@@ -164,7 +164,7 @@ def _link(
     ``positions``."""
     if zero is None or again is None or moved is None:
         raise Unsupported(
-            f"hypic: layer {name} was not reached by the start-up probe, its rotary embedding is unknown"
+            f"hypic: layer {name} was not reached by the start-up probe, so its rotary embedding is unknown"
         )
     tolerance = _TOLERANCE[moved.key.dtype]
     if not (noise := _error(again.key, zero.key)) <= _NOISE * tolerance:
@@ -179,7 +179,7 @@ def _link(
         raise Unsupported(f"hypic: layer {name} rotates K by a rotary embedding that the plugin cannot tap")
     kind, shape = type(rope).__name__.removeprefix("Hypic"), moved.key.shape
     if not torch.equal(rotated.view(shape), moved.key):
-        raise Unsupported(f"hypic: layer {name} changes K after {kind}; it cannot be stored unrotated")
+        raise Unsupported(f"hypic: layer {name} changes K after {kind}, so K cannot be stored unrotated")
     assert zero.raw is not None and again.raw is not None
     if not _alike(raw, zero.raw, again.raw):
         raise Unsupported(f"hypic: layer {name}: K depends on positions before {kind} rotates it")

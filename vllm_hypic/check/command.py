@@ -72,7 +72,7 @@ def check(
         with configuration_folder(model) as folder:
             found = find(folder, config, engine_args)
     except NotBuilt as e:
-        click.echo(f"{model}: cannot say: {e}", err=True)
+        click.echo(f"{model}: not checked: {e}", err=True)
         context.exit(UNKNOWN)
     click.echo(json.dumps(dataclasses.asdict(found), indent=2)) if as_json else _show(found)
     context.exit(0 if found.served else REFUSED)
@@ -98,12 +98,12 @@ def _show(found: Findings) -> None:
     each = sum(kind.segment_bytes for kind in found.kinds)
     click.echo(
         f"Served. A segment of {found.segment_tokens:,} tokens takes {size(each)}; "
-        f"a pool of {size(found.pool_bytes)} holds {found.segments:,}."
+        f"a pool of {size(found.pool_bytes)} holds {found.segments:,} of them."
     )
     if windowed := [kind for kind in found.kinds if kind.before_window_bytes]:
         before = size(sum(kind.before_window_bytes for kind in windowed))
         layers = sum(kind.layers for kind in windowed)
         click.echo(
-            f"{before} of it are rows before the last window of {layers} layers: islands, and segments "
-            "that begin alike, may start anywhere and read these rows."
+            f"{before} of that are rows before the last window of {layers} layers: islands, and segments "
+            "with equal beginnings, may start anywhere and read these rows."
         )

@@ -35,13 +35,11 @@ def _write_gguf_configuration(file: Path, folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     except ImportError as e:
-        raise click.UsageError(f"{file}: to read GGUF files, pip install gguf") from e
+        raise click.UsageError(f"{file}: the package gguf reads GGUF files: pip install gguf") from e
     except Exception as e:  # what a broken file raises is numpy's, struct's or transformers' own
-        raise click.UsageError(f"{file}: transformers does not read its header: {e}") from e
+        raise click.UsageError(f"{file}: transformers cannot read the header: {e}") from e
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if architecture is None:
-        raise click.UsageError(
-            f"{file}: a {config.model_type}: transformers has no causal model of that type"
-        )
+        raise click.UsageError(f"{file}: transformers has no causal model of the type {config.model_type!r}")
     config.architectures = [architecture]
     config.save_pretrained(folder)

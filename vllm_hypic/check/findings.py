@@ -114,7 +114,7 @@ def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Fi
     except ConfigError as e:
         return Findings(_architecture(model), platform, "", str(e))
     except Exception as e:
-        raise NotBuilt(f"vLLM makes no configuration of it: {_line(e)}") from e
+        raise NotBuilt(f"vLLM cannot configure the model: {_line(e)}") from e
     model_config = vllm_config.model_config
     about = Findings(
         model_config.architecture, platform, str(model_config.dtype).removeprefix("torch."), refusal=None
@@ -124,7 +124,7 @@ def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Fi
     except ConfigError as e:
         return dataclasses.replace(about, refusal=str(e))
     except Exception as e:
-        raise NotBuilt(f"vLLM does not build {model_config.architecture} without weights: {_line(e)}") from e
+        raise NotBuilt(f"vLLM cannot build {model_config.architecture} without weights: {_line(e)}") from e
     dtype = quantised_dtype(vllm_config.cache_config.cache_dtype, model_config.dtype)
     return _judged(about, layers, config, dtype)
 
@@ -203,7 +203,7 @@ def _judged(
     )
     about = dataclasses.replace(about, kinds=found)
     if refused := sum(kind.layers for kind in found if kind.refusal is not None):
-        return dataclasses.replace(about, refusal=f"{refused} of {len(layers)} layers cannot take part")
+        return dataclasses.replace(about, refusal=f"{refused} of {len(layers)} layers are not supported")
     try:
         sized = unsized(served, config)
         pool = divided(sized, config, pool_bytes(config, 0))

@@ -56,34 +56,34 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
         return None
     if (stages := config.parallel_config.pipeline_parallel_size) > 1:
         return (
-            f"speculative decoding with pipeline_parallel_size={stages}: vLLM's V1 model runner has "
-            "what drafts on the last stage alone, and no other one starts without it; drop one of the two"
+            f"speculative decoding with pipeline_parallel_size={stages}: vLLM's V1 model runner loads the "
+            "drafter on the last stage alone, and the other stages do not start; drop one of the two options"
         )
     if speculative.method not in LOOKED_UP + BY_A_MODEL:
         return (
-            f"speculative decoding by {speculative.method!r} was never run beside records, which what "
-            f"drafts may have to read and fill: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
+            f"speculative decoding by {speculative.method!r} was never run with records, which its drafts "
+            f"may have to read and fill: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
         )
     if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
         return f"speculative decoding by {speculative.method!r}: {reason}"
     if (model.is_hybrid and not keeps_states) or model.is_attention_free:
         return (
-            f"speculative decoding of {model.architecture} is not supported, as its linear layers would have "
-            "to keep the states behind each draft, as gated delta nets, Mamba2 and short convolutions do "
-            "beside attention; drop --speculative-config"
+            f"speculative decoding of {model.architecture} is not supported: among linear layers, only gated "
+            "delta nets, Mamba2 and short convolutions beside attention keep the state behind each draft; "
+            "drop --speculative-config"
         )
     tried = DRAFTED_FOR.get(model.architecture, ())
     if model.is_hybrid and speculative.method in OF_ITS_OWN and speculative.method not in tried:
         others = "; ".join(f"{name}: {', '.join(methods)}" for name, methods in DRAFTED_FOR.items())
         return (
             f"speculative decoding by {speculative.method!r} of {model.architecture} was never run: expected "
-            f"one of {', '.join((*LOOKED_UP, 'mtp', *tried))} (of models with linear layers others were run "
-            f"for {others})"
+            f"one of {', '.join((*LOOKED_UP, 'mtp', *tried))} (with linear layers, "
+            f"other methods were run only for {others})"
         )
     if model.use_mla and on_cpu:
         return (
-            f"speculative decoding of {model.architecture} is not supported: vLLM's attention over latents "
-            "answers wrongly on CPUs where a request has several tokens; drop --speculative-config"
+            f"speculative decoding of {model.architecture} is not supported: vLLM's latent attention gives "
+            "wrong answers on CPUs when a request has several tokens; drop --speculative-config"
         )
     return None
 
@@ -94,19 +94,19 @@ def _refusal_of_model(config: VllmConfig) -> str | None:
     assert speculative is not None
     drafting = speculative.draft_model_config
     if speculative.parallel_drafting:
-        return "parallel_drafting has rows that stand for no token, which is not supported"
+        return "parallel_drafting is not supported, as it adds rows that stand for no token; drop it"
     if speculative.disable_padded_drafter_batch:
-        return "disable_padded_drafter_batch leaves rows out, which is not supported; drop it"
+        return "disable_padded_drafter_batch is not supported, as it leaves rows out; drop it"
     if speculative.method == "mtp" and drafting.architecture not in PREDICTORS:
-        return f"{drafting.architecture} was never run: expected one of {', '.join(PREDICTORS)}"
+        return f"the head {drafting.architecture} was never run: expected one of {', '.join(PREDICTORS)}"
     of_both = {model.uses_mrope, drafting.uses_mrope}
     if of_both != {False} and not (of_both == {True} and speculative.method in BY_A_HEAD):
-        return "M-RoPE is not supported, as drafts have one position a token, but those of a head with M-RoPE"
+        return "M-RoPE is not supported, unless the model and its head (eagle, eagle3, mtp) both use M-RoPE"
     if drafting.is_hybrid or drafting.is_attention_free or drafting.use_mla:
-        return f"{drafting.architecture} is not supported: expected a model of full attention"
+        return f"{drafting.architecture} is not supported: expected a draft model with full attention alone"
     if drafting.max_model_len < model.max_model_len:
         return (
-            f"the positions of {drafting.model} end at {drafting.max_model_len}: expected max_model_len="
+            f"the draft model {drafting.model} has max_model_len={drafting.max_model_len}: expected "
             f"{model.max_model_len} or more"
         )
     return None

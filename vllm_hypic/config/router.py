@@ -30,7 +30,7 @@ def _base_url(url: Any) -> str:
     if not fine or parts.query or parts.fragment or parts.username is not None or url != url.strip():
         raise expected("http://HOST:PORT or https://HOST:PORT")
     if url.endswith("/"):
-        raise expected("no slash at its end")
+        raise expected("a URL without a slash at its end")
     return str(url)
 
 
@@ -63,7 +63,7 @@ class RouterConfig(ConfigSection):
     """The key of the router's own questions to instances; requests carry their client's."""
     deadline_s: Above0 | None = None
     """Longest that a request waits for segments of others; ``None``: as long as its instance lets it."""
-    min_gain: Annotated[Number, AfterValidator(_gain), Allowed("a share, 0 to 1, or -1")] = 0.1
+    min_gain: Annotated[Number, AfterValidator(_gain), Allowed("a number from 0 to 1, or -1")] = 0.1
     """Share of a request's own prefill that its first token must be spared by spreading it; -1: it is spread
     whatever that gains, for measurements."""
     segments_per_worker: Annotated[StrictInt, Field(ge=1, le=64), Allowed("1 to 64")] = 2

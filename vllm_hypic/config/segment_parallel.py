@@ -143,9 +143,9 @@ class SegmentParallelConfig(ConfigSection):
             refuse(field, bound, "a loopback address such as tcp://127.0.0.1:7100, or set secret_file")
         if told is not None:
             if Address.parse(told).wildcard:
-                refuse(told_field, told, "an address that others can connect to")
+                refuse(told_field, told, "an address that other instances can connect to")
         elif address.wildcard:
-            refuse(field, bound, f"one interface's address, or set {told_field} to what others connect to")
+            refuse(field, bound, f"the address of one interface, or set {told_field}")
         return address
 
     @property

@@ -50,14 +50,14 @@ def _bytes(size: object) -> int:
 def _without_password(url: str) -> str:
     """Options are on command lines and in logs, which a password should not be."""
     if re.search(r"://[^@]*:.*@|[?&]password=", url):
-        raise expected("no password in it: give it by password_file or password_env")
+        raise expected("a URL without a password: give the password by password_file or password_env")
     return url
 
 
 Size = Annotated[int, PlainValidator(_bytes), Form('an integer >= 1, or a size like "20GB" or "512MiB"')]
 Shared = Annotated[
     StrictBool | Annotated[StrictStr, Field(pattern=_LABEL)],
-    Allowed(f"true, false, or what all engines call the tier: {_LABEL_FORM}"),
+    Allowed(f"true, false, or the name that all engines give the tier: {_LABEL_FORM}"),
 ]
 Adapters = Annotated[
     tuple[Mapping[str, Any], ...], Allowed("a list of objects, LMCache's options of each adapter")
@@ -230,4 +230,4 @@ class StoreConfig(ConfigSection):
             if name in names[:i]:
                 refuse(("tiers", i, "name"), name, "a name that no other tier has (set name)")
             if name in ("queue", "pool") or not re.fullmatch(_LABEL, name):
-                refuse(("tiers", i, "name"), name, f"{_LABEL_FORM}, but 'queue' and 'pool'")
+                refuse(("tiers", i, "name"), name, f"{_LABEL_FORM}, but not 'queue' or 'pool'")

@@ -81,7 +81,7 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
     """Faults of the two replies; none, if all is well."""
     faults = []
     if alone_computed != segments:
-        faults.append(f"alone, {alone_computed} of {segments} segments were computed: it was not cold")
+        faults.append(f"the single server computed {alone_computed} of {segments} segments: it was not cold")
     if (counted.received, counted.not_received, counted.computed) != (segments, 0, 0):
         faults.append(
             f"of {segments} segments {counted.received} came from workers, "
@@ -89,15 +89,15 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
             f"{counted.computed} computed by the combine node: expected all to come from workers"
         )
     if idle := [name for name, count in counted.pushed.items() if not count]:
-        faults.append(f"{', '.join(idle)} did nothing")
+        faults.append(f"{', '.join(idle)} delivered no records")
     if counted.failures:
         faults.append(f"the router counted {counted.failures} failures")
     if spread.breakdown is None or spread.breakdown.dispatch_s is None:
-        faults.append(f"the router did not say where the time went: {spread.breakdown}")
+        faults.append(f"the router did not report where the time went: {spread.breakdown}")
     if spread.tokens != alone.tokens:
-        faults.append(f"other tokens: {spread.tokens}, alone {alone.tokens}")
+        faults.append(f"other tokens: {spread.tokens}; a single server's: {alone.tokens}")
     elif not spread.same_as(alone):
-        faults.append("same tokens, but other logprobs")
+        faults.append("same tokens, but other logprobs than a single server's")
     return faults
 
 
@@ -120,8 +120,8 @@ def run(cluster: Cluster, draw: Writer, out: Console) -> int:
         out.print(f"[bold red]failed:[/] {escape(fault)}")
     if not faults:
         out.print(
-            "[bold green]passed:[/] the tokens of a single server and, bit for bit, its logprobs; "
-            "everything is stopped."
+            "[bold green]passed:[/] tokens and logprobs are bit for bit those of a single server; "
+            "all servers are stopped."
         )
     return 1 if faults else 0
 
@@ -156,7 +156,7 @@ def _shares(cluster: Cluster, found: Breakdown) -> str:
     names = {w.url: w.name for w in cluster.workers}
     tokens: dict[str, list[int]] = {name: [] for name in names.values()}
     for part in found.segments or ():
-        tokens.setdefault(names.get(part.worker or "", "nobody"), []).append(part.tokens)
+        tokens.setdefault(names.get(part.worker or "", "no worker"), []).append(part.tokens)
     return "; ".join(f"{name}: {len(n)} segments, {sum(n)} tokens" for name, n in tokens.items())
 
 
@@ -185,7 +185,7 @@ def _grown(name: str, before: dict[str, float], after: dict[str, float]) -> int:
 @click.option("--size", "size_", type=click.Choice(list(SIZES)), help="A random model of this size instead.")
 @click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
 def main(model: Path | None, size_: str | None, threads: int, compiled: bool, seed: int) -> None:
     if model is not None and size_ is not None:
         raise click.UsageError("--model and --size: give one of the two")

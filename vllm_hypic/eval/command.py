@@ -61,35 +61,35 @@ def _method(name: str) -> Method:
 )
 @engine_options()
 @click.option(
-    "--tasks", type=Names(_family), help="Families with commas between; default: all that suit the model."
+    "--tasks", type=Names(_family), help="Families, separated by commas; default: all that suit the model."
 )
 @click.option(
     "--data",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Also tasks of this JSON Lines file in LongBench's format; alone unless --tasks are named, too.",
+    help="JSON Lines file of tasks in LongBench's format; other tasks are added only with --tasks.",
 )
 @click.option(
     "--methods",
     type=Names(_method),
     default=",".join(DEFAULT),
     show_default=True,
-    help=f"Of {METHODS}; W, K, H, T and A are tokens. Full recompute is always among them.",
+    help=f"Some of {METHODS}; W, K, H, T and A are tokens. Full recompute is always added.",
 )
 @click.option(
-    "--prompts", type=click.IntRange(1, SEED_STEP), default=500, show_default=True, help="Per family."
+    "--prompts", type=click.IntRange(1, SEED_STEP), default=500, show_default=True, help="Prompts per family."
 )
-@click.option("--documents", type=click.IntRange(2, 256), help="In a prompt; default: the family's.")
+@click.option("--documents", type=click.IntRange(2, 256), help="Documents per prompt; default: the family's.")
 @click.option(
     "--tokens",
     type=click.IntRange(32, 65536),
-    help="In a document, about; default: the family's. Of --data: most in a segment.",
+    help="Tokens of a document, about; default: the family's. With --data: most tokens of a segment.",
 )
 @click.option(
     "--facts",
     type=click.IntRange(1, 1024),
-    help="In a document of the demo model's own families; default: as many as it can hold.",
+    help="Facts in a document of the demo model's own families; default: all that the model can hold.",
 )
-@click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Of the tasks.")
+@click.option("--seed", type=click.IntRange(0, 1000), default=0, show_default=True, help="Seed of the tasks.")
 @click.option(
     "--chat/--no-chat",
     default=None,
@@ -98,7 +98,7 @@ def _method(name: str) -> Method:
 @click.option(
     "--chat-template",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="This chat template instead of the model's.",
+    help="Chat template to use instead of the model's.",
 )
 @click.option(
     "--chat-template-kwargs",
@@ -113,7 +113,7 @@ def _method(name: str) -> Method:
     show_default=True,
     help="max_num_batched_tokens of the stock engine that shows full recompute's own noise.",
 )
-@click.option("--no-noise", is_flag=True, help="Start no second engine.")
+@click.option("--no-noise", is_flag=True, help="Do not measure the noise: start no second engine.")
 @click.option(
     "--compare-by",
     type=click.Choice([m.value for m in Metric]),
@@ -132,7 +132,7 @@ def _method(name: str) -> Method:
     "--outcomes",
     "outcomes_path",
     type=report.REPORT_FILE,
-    help="Also write every single answer here, as JSON Lines.",
+    help="Also write every single answer to this file, as JSON Lines.",
 )
 @trust_option
 @output_options
@@ -165,8 +165,8 @@ def main(
         chat = chat_template is not None or has_chat_template(engine.model)
     if not chat and (chat_template is not None or chat_template_kwargs):
         raise click.UsageError(
-            "--chat-template and --chat-template-kwargs are of no use: "
-            "the model has no chat template, or --no-chat was said"
+            "--chat-template and --chat-template-kwargs have no effect: "
+            "the model has no chat template, or --no-chat is given"
         )
     check_outputs(json_path, plot_path)
     check_outputs(outcomes_path, None)

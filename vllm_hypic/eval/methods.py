@@ -123,14 +123,14 @@ def link_method(text: str) -> Method:
         return PLAIN[text]
     method, at, mode = text.partition("@")
     if at and mode not in SEGMENT_MODES:
-        raise LinkError(f"method {text!r}: expected one of {', '.join(SEGMENT_MODES)} behind the @")
+        raise LinkError(f"method {text!r}: expected one of {', '.join(SEGMENT_MODES)} after the @")
     base, *rest = method.split("/")
     if match := re.fullmatch(r"(hypic|naive)-(\d{1,4})", base):
         link, seam = match.group(1), int(match.group(2))
     else:
         link, seam = base, 0
         if base in ("hypic", "naive"):
-            raise LinkError(f"method {text!r}: say its seam window, too, like {base}-8")
+            raise LinkError(f"method {text!r}: the seam window is missing; expected a name like {base}-8")
     context = rest.pop(0) if rest and rest[0] in CONTEXTS else "none"
     islands = rest.pop(0) if rest else "none"
     if rest:

@@ -29,7 +29,7 @@ class Names(click.ParamType):
             except ValueError as e:
                 self.fail(str(e), param, ctx)
         if len(set(names)) < len(names):
-            self.fail(f"{value!r}: a name stands there twice", param, ctx)
+            self.fail(f"{value!r}: expected different names", param, ctx)
         return names
 
 
@@ -47,9 +47,9 @@ class JsonObject(click.ParamType):
         try:
             found = json.loads(value)
         except ValueError as e:
-            self.fail(f"{value!r} is no JSON: {e}", param, ctx)
+            self.fail(f"{value!r} is not JSON: {e}", param, ctx)
         if not isinstance(found, dict):
-            self.fail(f"{value!r}: expected an object", param, ctx)
+            self.fail(f"{value!r}: expected a JSON object", param, ctx)
         if ours := [name for name in found if name in self.ours]:
-            self.fail(f"{ours[0]!r} is what the command gives itself: leave it out", param, ctx)
+            self.fail(f"the command sets {ours[0]!r} itself: leave it out", param, ctx)
         return found

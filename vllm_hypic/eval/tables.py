@@ -119,8 +119,8 @@ def notes(result: FamilyResult | TextResult) -> list[str]:
         found.append(f"{result.family}: {result.left_out} prompts do not fit the context and were left out.")
     if isinstance(result, FamilyResult) and result.cells[0].contains.mean.value == 0:
         found.append(
-            f"{result.family}: full recompute has no right answer, so that nothing can be lost: only F1, "
-            "ROUGE-L, same tokens and KL say something."
+            f"{result.family}: full recompute has no right answer, so reuse can lose none: compare F1, "
+            "ROUGE-L, same tokens and KL."
         )
     for c in result.cells:
         if c.reused_none and not is_noise(c.method) and c.method not in COMPUTE_ALL:

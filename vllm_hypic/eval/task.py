@@ -65,7 +65,7 @@ def encode(
     Raises ``ValueError`` for a task that has other segments once it is tokenised.
     """
     if not chat and any(task.after for task in tasks):
-        raise ValueError("a task has calls of tools, which only a chat has: the model has no chat template")
+        raise ValueError("a task has tool calls, which need a chat: use a chat template, not --no-chat")
     texts = [
         [
             *build_messages(documents=t.segments, question=t.question, system=t.system),
@@ -124,8 +124,8 @@ def _split(task: Task, ids: Sequence[int], separator: int) -> Prompt:
             parts[-1].append(token)
     if len(parts) != len(task.segments) + 2 or not all(parts):
         raise ValueError(
-            f"a task of the family {task.family!r} has {len(task.segments)} segments, its prompt "
-            f"{len(parts) - 2}, of which {sum(not p for p in parts)} are empty"
+            f"a task of the family {task.family!r} has {len(task.segments)} segments, but its prompt "
+            f"has {len(parts) - 2}, of which {sum(not p for p in parts)} are empty"
         )
     head, *documents, question = map(tuple, parts)
     return Prompt(head, tuple(documents), question)

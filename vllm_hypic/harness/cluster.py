@@ -155,7 +155,7 @@ class Router(Server):
         while not met(found := self.samples()):
             if time.monotonic() > deadline:
                 told = {k: v for k, v in found.items() if v and not k[0].endswith(("_bucket", "_created"))}
-                raise ServerError(f"not within {timeout_s:g} s: {what}; the router's metrics: {told}")
+                raise ServerError(f"no sign after {timeout_s:g} s that {what}; the router's metrics: {told}")
             time.sleep(0.02)
         return found
 

@@ -243,9 +243,7 @@ def _answer(output: Any, token_s: Sequence[float], ask: Ask) -> Answer:
     forced: tuple[float, ...] = ()
     if ask.forced:
         if tuple(sample.token_ids) != ask.forced:
-            raise RuntimeError(
-                "an answer that was to be forced is another: the engine was started without FORCING"
-            )
+            raise RuntimeError("the engine did not give the forced answer: it was started without FORCING")
         forced = tuple(at[t].logprob for t, at in zip(ask.forced, sample.logprobs, strict=True))
     return Answer(
         tuple(sample.token_ids),

@@ -66,7 +66,7 @@ def find_generator(model: Path, *, trust: bool = False) -> Generator | None:
     if not all(mark in text for mark in _MARKS):
         return None
     if not trust and not path.resolve().is_relative_to(EXAMPLE.parent.resolve()):
-        logger.warning("%s is not run: it may do anything; --trust-generator runs it", path)
+        logger.warning("%s is not run, as an unknown program may do harm; --trust-generator runs it", path)
         return None
     name = f"gen_of_{path.parent.name.replace('-', '_')}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -24,9 +24,9 @@ class Numbers(click.ParamType):
         try:
             numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
         except click.BadParameter as e:
-            self.fail(f"{e.message.rstrip('.')}; expected numbers with commas between", param, ctx)
+            self.fail(f"{e.message.rstrip('.')}; expected numbers separated by commas", param, ctx)
         if not all(map(math.isfinite, numbers)):
             self.fail(f"{value!r}: expected finite numbers", param, ctx)
         if len(set(numbers)) < len(numbers):
-            self.fail(f"{value!r}: a number stands there twice", param, ctx)
+            self.fail(f"{value!r}: expected different numbers", param, ctx)
         return numbers

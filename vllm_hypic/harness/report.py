@@ -229,8 +229,8 @@ def output_options(command: Any) -> Any:
     Both are checked before anything is measured (:func:`check_outputs`).
     """
     for option in (
-        click.option("--plot", "plot_path", type=REPORT_FILE, help="Also draw the results (PNG)."),
-        click.option("--json", "json_path", type=REPORT_FILE, help="Also write results and settings here."),
+        click.option("--plot", "plot_path", type=REPORT_FILE, help="Also draw the results in this PNG file."),
+        click.option("--json", "json_path", type=REPORT_FILE, help="Also write a report to this JSON file."),
     ):
         command = option(command)
     return command

@@ -150,7 +150,7 @@ class Server:
         while not met(found := self.metrics()):
             if time.monotonic() > deadline:
                 hypic = {k: v for k, v in found.items() if "hypic" in k and not k.endswith("_created")}
-                raise ServerError(f"the metrics did not get there in {timeout_s:g} s: {hypic}")
+                raise ServerError(f"the metrics did not reach their targets in {timeout_s:g} s: {hypic}")
             time.sleep(0.1)
         return found
 

@@ -47,7 +47,7 @@ class EngineSettings:
         longest = model_context(self.model)
         if longest is not None and context > longest:
             raise click.UsageError(
-                f"{self.model.name} has a context of {longest} tokens, this benchmark needs {context}: "
+                f"{self.model.name} has a context of {longest} tokens, but this command needs {context}: "
                 "ask for fewer or shorter segments"
             )
         arguments: dict[str, Any] = {
@@ -79,7 +79,7 @@ def model_context(model: Path) -> int | None:
     except OSError as e:
         raise click.UsageError(f"--model {model}: no config.json there, so this is no model's folder") from e
     except ValueError as e:
-        raise click.UsageError(f"--model {model}: its config.json is no JSON: {e}") from e
+        raise click.UsageError(f"--model {model}: its config.json is not JSON: {e}") from e
     for part in (config, config.get("text_config", {})):
         if isinstance(part, dict) and isinstance(found := part.get("max_position_embeddings"), int):
             return found
@@ -112,7 +112,7 @@ def model_folder(name: str) -> Path:
             found = None
         if not isinstance(found, str):
             raise click.UsageError(
-                f"{name!r} is neither a folder nor a model in the hub's cache on this machine (hf download)"
+                f"{name!r} is neither a folder nor a model in this machine's hub cache (run hf download)"
             )
         path = Path(found).parent
     model_context(path)
@@ -187,7 +187,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
                 type=click.Choice(list(SIZES)),
                 default="150m",
                 show_default=True,
-                help="Size of the random model when none is given, in the shape of Qwen3.5, Granite 4 "
+                help="Size of the random model that runs without --model, in the shape of Qwen3.5, Granite 4 "
                 "(mamba2), Kimi-Linear (kda), Ring 2.5 (lightning) or Gemma 3 (windows).",
             ),
             click.option(
@@ -236,7 +236,7 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 type=click.FloatRange(0.05, 4096),
                 default=kv_gib,
                 show_default=True,
-                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+                help="GiB of vLLM's KV cache in each engine; the pool comes on top.",
             ),
             click.option(
                 "--kv-cache-dtype",

@@ -98,7 +98,7 @@ class FlaConfig(PreTrainedConfig):
     def _attention_refusals(self, spec: dict[str, Any]) -> Iterator[str]:
         for name in ("layers", "num_heads"):
             if name not in spec:
-                yield f"attn={spec!r}: expected {name!r} in it"
+                yield f"attn={spec!r}: expected the key {name!r}"
                 return
         if outside := [i for i in spec["layers"] if not 0 <= i < self.num_hidden_layers]:
             yield f"attn['layers'] holds {outside}: expected layers below {self.num_hidden_layers}"

@@ -31,7 +31,7 @@ def build_prompt(
     """
     if texts.literal:
         raise ValueError(
-            "texts.literal=True: expected the tokenizer's prompt_texts, as literal texts do nothing"
+            "texts.literal=True: expected the tokenizer's prompt_texts, as literal texts mark no segments"
         )
     parts = _checked_texts("segments", segments, texts)
     lead = "" if system is None else _checked_text("system", system, texts)

@@ -22,7 +22,7 @@ def context_text(path: str | None) -> str:
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"context_file={path!r}: {e}") from e
     if not text:
-        raise ValueError(f"context_file={path!r}: expected a text, found nothing")
+        raise ValueError(f"context_file={path!r}: expected a text, but the file is empty")
     return text
 
 

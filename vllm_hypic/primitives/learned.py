@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 FORMAT = "1"
 NONE_HERE = (
-    "hypic_context='learned': this engine has no learned context: expected a file of vllm-hypic tune as its "
-    "context_file"
+    "hypic_context='learned': this engine has no learned context; set its option "
+    "context_file to a file that vllm-hypic tune wrote"
 )
 
 
@@ -52,7 +52,7 @@ def read_learned(path: str | Path) -> LearnedContext:
         stat = path.stat()
         return _read(path, stat.st_mtime_ns, stat.st_size)
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as e:
-        raise ValueError(f"context_file={str(path)!r}: no learned context: {e!r}") from e
+        raise ValueError(f"context_file={str(path)!r}: expected a file of vllm-hypic tune: {e!r}") from e
 
 
 @cache
@@ -67,7 +67,7 @@ def _read(path: Path, changed: int, size: int) -> LearnedContext:
         raise ValueError(f"format {told['format']!r}: expected {FORMAT!r}")
     tokens = tuple(json.loads(told["tokens"]))
     if not tokens or len(key) != 4 or key != value or key[1] != len(tokens):
-        raise ValueError(f"K {key} and V {value} of {len(tokens)} tokens")
+        raise ValueError(f"K {key} and V {value} do not match {len(tokens)} tokens")
     with path.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
     return LearnedContext(path, tokens, told["model"], digest)

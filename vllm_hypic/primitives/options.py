@@ -102,7 +102,7 @@ def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spa
     whole = isinstance(given, (list, tuple)) and all(type(i) is int for i in given)
     if not whole or len(given) % 2 or len(given) > 2 * _MAX_SEGMENTS:
         raise LinkError(
-            f"{SEGMENTS}: expected a list of at most {_MAX_SEGMENTS} times two token indices, start and stop"
+            f"{SEGMENTS}: expected a flat list of at most {2 * _MAX_SEGMENTS} token indices, start and stop"
         )
     spans = tuple(zip(given[::2], given[1::2], strict=True))
     before = 0
@@ -159,8 +159,8 @@ def transfer_of_request(
     if to is not None and (not isinstance(to, str) or not to.startswith(("tcp://", TIER))):
         raise LinkError(f"{PUSH_TO}={to!r}: expected tcp://HOST:PORT or {TIER}IDENTITY")
     if to is not None and (tier := tier_of(to)) is not None and tier not in shared:
-        known = f"one of {', '.join(shared)}" if shared else "a store with a tier that has the option shared"
-        raise LinkError(f"{PUSH_TO}={to!r}: no shared tier of this engine; expected {known}")
+        known = f"one of {', '.join(shared)}" if shared else "a store tier that has the option shared"
+        raise LinkError(f"{PUSH_TO}={to!r}: this engine has no such shared tier; expected {known}")
     if not isinstance(remote, (list, tuple)) or len(remote) > _MAX_REMOTE:
         raise LinkError(f"{REMOTE}: expected a list of at most {_MAX_REMOTE} segment keys")
     for key in remote:

@@ -112,8 +112,8 @@ def require_whole(media: Media, spans: Spans) -> None:
     for medium in media:
         if any(medium.cut_by(edge) for span in spans for edge in span):
             raise PromptError(
-                f"tokens [{medium.start}, {medium.stop}) are one image, video or audio, "
-                "which an edge of a segment cuts"
+                f"tokens [{medium.start}, {medium.stop}) are one image, video or audio: no segment may begin "
+                "or end inside"
             )
 
 
@@ -126,7 +126,7 @@ def require_apart(media: Media, ids: Sequence[int], primitives: PrimitiveIds) ->
         if medium.stop > len(ids) or primitives.contains(ids[medium.start : medium.stop]):
             raise PromptError(
                 f"tokens [{medium.start}, {medium.stop}) are one image, video or audio, "
-                "which has a separator in it or ends behind the prompt"
+                "but contain a separator or end after the prompt"
             )
 
 

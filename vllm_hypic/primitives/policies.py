@@ -157,9 +157,9 @@ def _parse_seams(name: str, seam_tokens: int) -> LinkMethod:
     if not isinstance(name, str):
         raise LinkError(f"hypic_link={name!r}: expected one of {', '.join(METHODS)}")
     if isinstance(seam_tokens, bool) or not isinstance(seam_tokens, int):
-        raise LinkError(f"hypic_seam_tokens={seam_tokens!r}: expected an integer")
+        raise LinkError(f"hypic_seam_tokens={seam_tokens!r}: expected an integer from 0 to {MAX_SEAM_TOKENS}")
     if not 0 <= seam_tokens <= MAX_SEAM_TOKENS:
-        raise LinkError(f"hypic_seam_tokens={seam_tokens}: expected 0 <= w <= {MAX_SEAM_TOKENS}")
+        raise LinkError(f"hypic_seam_tokens={seam_tokens}: expected an integer from 0 to {MAX_SEAM_TOKENS}")
     if name == "hypic":
         return LinkMethod(name, head=seam_tokens, tail=seam_tokens)
     if name == "naive":

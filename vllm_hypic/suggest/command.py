@@ -72,7 +72,7 @@ def suggest(
     """
     folder, config = model_folder(model), HypicConfig.from_mapping(hypic)
     if not parse_link(config.link, config.seam_tokens).reuse:
-        raise click.UsageError(f"link method {config.link!r} reuses nothing: there is nothing to compare")
+        raise click.UsageError(f"link method {config.link!r} reuses nothing: set another link in --hypic")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
     from vllm.exceptions import VLLMError
 
@@ -86,7 +86,7 @@ def suggest(
         comparison = comparison_of(front_end, config, block_size)
         left_out = _replay(log, front_end, comparison)
     if not comparison.prompts:
-        raise click.ClickException(f"{log.name}: no prompts, and {left_out} requests left out")
+        raise click.ClickException(f"{log.name}: no prompts of text alone; {left_out} requests left out")
     found = _report(comparison, left_out, block_size, hypic)
     click.echo(json.dumps(found, indent=2)) if as_json else _show(found)
 
@@ -201,12 +201,12 @@ def _show(found: dict[str, Any]) -> None:
     out = console()
     out.print(table(title, columns, rows))
     out.print(
-        "Memory without end. Reused: read from records, or from vLLM's prefix cache "
-        f"(blocks of {found['block_size']}), which lacks the answers; what seams compute again is not.",
+        "The replay assumes unlimited memory. Reused tokens come from records, or from vLLM's prefix cache "
+        f"(blocks of {found['block_size']}, without answers); tokens that seams recompute do not count.",
         soft_wrap=True,
     )
     if found["requests_left_out"]:
-        out.print(f"Left out: {found['requests_left_out']} requests with more than text.")
+        out.print(f"Left out: {found['requests_left_out']} requests that contain more than text.")
     if found["additional_config"] is None:
         out.print("Recommended: none. vLLM's prefix cache alone reuses as much, and its answers are exact.")
     else:

@@ -27,9 +27,7 @@ from ..engine.front_end import reason_not_to_cut
 from ..engine.tokenizer import publish_texts, refuses_model, register_mode
 from ..errors import ConfigError
 
-EXPECTED = (
-    "expected the body of a chat (messages) or completion (prompt), by itself or as body of an OpenAI batch"
-)
+EXPECTED = "expected a request with messages or prompt, by itself or as the body in a line of an OpenAI batch"
 
 
 class LogError(ValueError):
@@ -53,7 +51,7 @@ def body_of(line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError as e:
-        raise LogError(f"no JSON ({e}); {EXPECTED}") from e
+        raise LogError(f"the line is not JSON ({e}); {EXPECTED}") from e
     body = found.get("body", found) if isinstance(found, dict) else found
     if not isinstance(body, dict) or not ({"messages", "prompt"} & body.keys()):
         names = ", ".join(body) if isinstance(body, dict) else type(body).__name__

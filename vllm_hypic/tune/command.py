@@ -104,7 +104,7 @@ def tune(
     settings = repr((weights, trained_on, tokens, steps, rate, checks))
     state = output.with_name(output.name + ".state")
     if training.resume(state, settings):
-        to.print(f"going on after {training.step} steps")
+        to.print(f"resuming after {training.step} steps")
     to.print(f"{len(texts.texts)} texts, {len(tokens)} tokens; untrained: {_words(training.untrained)}")
 
     with report.progress(to, steps, "training") as bar:
@@ -135,8 +135,8 @@ def _report(training: Training, output: Path) -> None:
     report.console().print(f"after {training.step} steps: {_words(training.best)}")
     if after > HELPS * before:
         raise click.ClickException(
-            f"held-out prompts have KL {after:.4f} to full recompute, {before:.4f} behind the untrained "
-            f"text: training did not help, so {output} is not written; keep the context 'text'"
+            f"training did not help: held-out prompts have KL {after:.4f} to full recompute, "
+            f"and {before:.4f} behind the untrained text. {output} was not written; keep the context 'text'"
         )
 
 

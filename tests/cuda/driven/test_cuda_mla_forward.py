@@ -399,7 +399,7 @@ def test_what_latent_layers_are_refused_for() -> None:
     assert layer_refusal(world.layer, "DeepseekV3ForCausalLM") is None
     other: Any = SimpleNamespace(impl=impl)
     found = layer_refusal(other, "KimiLinearForCausalLM")
-    assert found == "SimpleNamespace, latent attention of the model's own,"
+    assert found == "SimpleNamespace (the model's own latent attention)"
     for field, value, says in (
         ("indexer", object(), "sparse attention (MLA with an indexer)"),
         ("kv_cache_dtype", "fp8_e4m3", "quantised KV cache (fp8_e4m3)"),

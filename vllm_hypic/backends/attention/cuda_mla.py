@@ -90,7 +90,7 @@ class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
         if cache.dim() != 3 or cache.shape[2] != self.head_size or cache.dtype != link.public.key.dtype:
             found = f"{tuple(cache.shape)} {cache.dtype}"
             wanted = f"[blocks, block_size, {self.head_size}] {link.public.key.dtype}"
-            raise ConfigError(f"hypic: latent attention over a cache {found}: expected {wanted}")
+            raise ConfigError(f"hypic: the KV cache of latent attention is {found}: expected {wanted}")
         latents.warm_up(self.num_heads, self.qk_rope_head_dim, link.table(), link.neox, cache)
         self.link = CUDALatentLink(link.runtime, link.public, link.rope, layer, latents)
 

@@ -103,7 +103,7 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
     def refusal(self, layer: Any) -> str | None:
         forward = getattr(type(layer), "forward_impl", None)
         if forward is not MLAAttention.forward_impl:
-            return f"{type(layer).__name__}, latent attention of the model's own,"
+            return f"{type(layer).__name__} (the model's own latent attention)"
         if self.indexer is not None:
             return "sparse attention (MLA with an indexer)"
         if self.kv_cache_dtype not in ("auto", "float16", "bfloat16"):

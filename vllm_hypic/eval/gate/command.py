@@ -80,9 +80,9 @@ LIMITS = {
         "max-noise",
         "The limit of --max-kl in noise floors; the larger of the two limits counts.",
     ),
-    "changed": ("max-changed", "Most points by which more sure first tokens change than by noise."),
+    "changed": ("max-changed", "Most points by which reuse changes more sure first tokens than noise."),
     "nll": ("max-nll", "Most percent by which the NLL of continued texts may rise."),
-    "least_right": ("min-right", "Least points of full recompute; below, the gate cannot judge."),
+    "least_right": ("min-right", "Least points of full recompute; below them the gate cannot judge."),
     "least_reused": ("min-reused", "Least percent of the reusable tokens that must be reused."),
 }
 """Option and help of each limit."""
@@ -237,10 +237,10 @@ def gate(
     path = model_folder(model)
     config = _config(hypic, link=link, seam_tokens=seam_tokens, context=record_context, islands=islands)
     if choose and (try_seams, record_context, islands) != (None, None, None):
-        raise click.UsageError("--choose tries contexts and islands itself, with one seam window")
+        raise click.UsageError("--choose excludes --try-seams, --context and --islands")
     judged = _judged(config, try_seams, choose)
     if out is not None and len(judged) > 1:
-        raise click.UsageError("--out names one file, and several sign-offs are made: use --folder")
+        raise click.UsageError("--out names one file, but this run writes several sign-offs: use --folder")
     try:
         folder = folder or default_folder()
     except SignOffError as e:
@@ -315,7 +315,7 @@ def _config(hypic: Mapping[str, Any], **link_options: str | int | None) -> Hypic
     except ConfigError as e:
         raise click.UsageError(str(e)) from e
     if not parse_link(config.link, config.seam_tokens).reuse:
-        raise click.UsageError(f"link method {config.link!r} reuses nothing: there is nothing to judge")
+        raise click.UsageError(f"link method {config.link!r} reuses nothing: judge another --link")
     return config
 
 
@@ -354,9 +354,7 @@ def _check_writable(folder: Path, model: Path) -> None:
     """Refuse now what would only fail, or do harm, after the measurement.  Makes the folder."""
     folder = folder.absolute()
     if folder.resolve() == model.resolve():
-        raise click.UsageError(
-            f"{folder} is the model's own folder: a sign-off there would be taken for a part of the model"
-        )
+        raise click.UsageError(f"{folder} is the model's own folder: name another folder for sign-offs")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -175,18 +175,18 @@ def _answers(answers: Answers, limits: Limits) -> Reason:
     if answers.full < limits.least_right:
         says = (
             f"{name}: full recompute itself scores {answers.full:.1f} points, less than "
-            f"{limits.least_right:g}: what reuse loses cannot be seen; --data takes tasks that it can do"
+            f"{limits.least_right:g}, so no loss can show; give tasks that the model can do by --data"
         )
         return Reason(ANSWERS, None, answers.full, limits.least_right, says)
     says = (
         f"{name}: {answers.full:.1f} points recomputed, {answers.reuse:.1f} reused: {loss.value:.1f} lost "
-        f"[{loss.low:.1f} to {loss.high:.1f}]; at most {limits.loss:g} may be"
+        f"[{loss.low:.1f} to {loss.high:.1f}]; at most {limits.loss:g} may be lost"
     )
     if loss.low > limits.certain_loss:
-        says += f", and more than {limits.certain_loss:g} are for certain"
+        says += f", and more than {limits.certain_loss:g} are certainly lost"
         return Reason(ANSWERS, False, loss.low, limits.certain_loss, says)
     if loss.value > limits.loss >= 0 >= loss.low:
-        says += ", and these may be chance; with more --prompts the interval is narrower"
+        says += ", and this loss may be chance; more --prompts make the interval narrower"
         return Reason(ANSWERS, True, loss.value, limits.loss, says)
     return Reason(ANSWERS, loss.value <= limits.loss, loss.value, limits.loss, says)
 
@@ -195,7 +195,7 @@ def _texts(texts: Texts, limits: Limits) -> Reason:
     more = texts.increase
     says = (
         f"{texts.name}: {texts.full:.3f} nats a token recomputed, {texts.reuse:.3f} reused: "
-        f"{more.value:+.1f} % [{more.low:+.1f} to {more.high:+.1f}]; at most {limits.nll:g} % more may be"
+        f"{more.value:+.1f} % [{more.low:+.1f} to {more.high:+.1f}]; at most {limits.nll:g} % more is allowed"
     )
     return Reason(TEXTS, more.value <= limits.nll, more.value, limits.nll, says)
 
@@ -203,19 +203,19 @@ def _texts(texts: Texts, limits: Limits) -> Reason:
 def _distributions(reuse: Distances, noise: Distances, limits: Limits) -> Reason:
     limit = max(limits.kl, limits.times_noise * noise.kl_p90)
     says = (
-        f"nine first-token distributions of ten are within {reuse.kl_p90:.2g} nats of full recompute's "
-        f"(noise floor: {noise.kl_p90:.2g}); allowed are {limit:.2g}"
+        f"nine of ten first-token distributions are within {reuse.kl_p90:.2g} nats of full recompute's "
+        f"(noise floor: {noise.kl_p90:.2g}); the limit is {limit:.2g}"
     )
     return Reason(DISTRIBUTIONS, reuse.kl_p90 <= limit, reuse.kl_p90, limit, says)
 
 
 def _first_tokens(reuse: Distances, noise: Distances, limits: Limits) -> Reason:
     if not reuse.sure:
-        says = f"full recompute is sure of no first token: it gives none more than {percent(SURE)}"
+        says = f"full recompute is sure of no first token: none has a probability above {percent(SURE)}"
         return Reason(FIRST_TOKENS, None, None, limits.changed, says)
     more = reuse.changed - noise.changed
     says = (
-        f"{reuse.changed:.1f} % of the {reuse.sure} first tokens that full recompute is sure of change "
-        f"(by noise: {noise.changed:.1f} %); allowed are {limits.changed:g} points more than by noise"
+        f"reuse changes {reuse.changed:.1f} % of the {reuse.sure} first tokens that full recompute is sure "
+        f"of (noise: {noise.changed:.1f} %); the limit is {limits.changed:g} points more than noise"
     )
     return Reason(FIRST_TOKENS, more <= limits.changed, more, limits.changed, says)

@@ -57,7 +57,7 @@ def default_folder() -> Path:
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as e:
-        raise SignOffError(f"there is no folder of sign-offs: set {FOLDER} ({e})") from e
+        raise SignOffError(f"the user has no folder for sign-offs: set {FOLDER} ({e})") from e
     return Path(cache) / "vllm-hypic" / "gates"
 
 
@@ -98,14 +98,14 @@ def read(path: Path, subject: Subject | None = None) -> SignOff:
     except OSError as e:
         raise SignOffError(f"{path} cannot be read: {e.strerror}") from e
     except ValueError as e:
-        raise SignOffError(f"{path} is no JSON") from e
+        raise SignOffError(f"{path} is not JSON") from e
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise SignOffError(f"{path} is no sign-off of the gate")
     if (found := content.get("format")) != FORMAT:
         raise SignOffError(f"{path} has format {found!r}, expected {FORMAT}: run the gate again")
     claimed = content.pop("sha256", None)
     if claimed != _checksum(content):
-        raise SignOffError(f"{path} was changed since it was written: its checksum does not fit")
+        raise SignOffError(f"{path} was changed since it was written: its checksum does not match")
     try:
         sign_off = SignOff(
             model=str(content["model"]),
@@ -117,9 +117,9 @@ def read(path: Path, subject: Subject | None = None) -> SignOff:
             evidence=content["evidence"],
         )
     except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise SignOffError(f"{path} lacks something: {type(e).__name__}: {e}") from e
+        raise SignOffError(f"{path} is incomplete ({type(e).__name__}: {e}): run the gate again") from e
     if subject is not None and sign_off.subject != subject:
-        raise SignOffError(f"{path} is another's: {'; '.join(sign_off.subject.differs(subject))}")
+        raise SignOffError(f"{path} is for other settings: {'; '.join(sign_off.subject.differs(subject))}")
     return sign_off
 
 

@@ -70,7 +70,7 @@ def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
     subject = subject_of(vllm_config, config)
     for candidate in candidates(config):
         if find(config.gate.folder, subject.linked(candidate)).go:
-            logger.info("hypic gate: context %r, islands %r", candidate.context, candidate.islands)
+            logger.info("hypic gate: chose context %r, islands %r", candidate.context, candidate.islands)
             return candidate
     run = f"{command(vllm_config.model_config, subject, config)} --choose"
     raise ConfigError(f"hypic config: gate.choose: no context and islands are signed off as a go; run: {run}")
@@ -82,10 +82,10 @@ def find(folder: str | None, subject: Subject) -> Found:
         path = path_in(default_folder() if folder is None else Path(folder), subject)
         sign_off = read(path, subject)
     except FileNotFoundError:
-        says = f"nobody has checked what reuse costs this model at these settings: no sign-off {path}"
+        says = f"no sign-off says what reuse costs this model at these settings: {path} does not exist"
         return Found(None, says)
     except SignOffError as e:
-        return Found(None, f"no sign-off of this model at these settings counts: {e}")
+        return Found(None, f"the sign-off of this model at these settings is not valid: {e}")
     judgement = sign_off.judgement
     says = f"{judgement.verdict}, signed off {sign_off.time}"
     if sign_off.by is not None:

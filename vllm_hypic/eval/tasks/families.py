@@ -71,7 +71,7 @@ def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8,
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is None:
-            raise ValueError(f"tasks of the family {name!r} are made by the generator beside a demo model")
+            raise ValueError(f"tasks of the family {name!r} need a demo model with its generator gen.py")
         return demo.make(
             first,
             count,

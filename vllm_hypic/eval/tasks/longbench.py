@@ -54,7 +54,7 @@ def _task(line: str, where: str, family: str, words: int) -> Task:
     try:
         fields = json.loads(line)
     except ValueError as e:
-        raise DataError(f"{where}: no JSON: {e}") from e
+        raise DataError(f"{where}: not JSON: {e}") from e
     if not isinstance(fields, dict):
         raise DataError(f"{where}: expected an object, got {line.strip()[:40]!r}")
     answers = _texts(fields, "answers", where)

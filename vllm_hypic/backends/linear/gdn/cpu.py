@@ -150,7 +150,7 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
         dtype = self.conv1d.weight.dtype
         if dtype == torch.bfloat16:
             return None
-        return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: choose another --dtype)"
+        return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: use --dtype bfloat16)"
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run

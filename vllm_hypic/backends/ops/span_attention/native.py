@@ -15,7 +15,7 @@ def refuses(head_size: int, device: str) -> str | None:
     if device != "cpu":
         return f"written for cpu, not {device}"
     if head_size % 16:
-        return f"head size {head_size} is not a multiple of 16"
+        return f"head size {head_size} (expected a multiple of 16)"
     return extension.missing()
 
 

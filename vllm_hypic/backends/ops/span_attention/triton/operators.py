@@ -42,7 +42,7 @@ def refuses(head_size: int, device: str) -> str | None:
     if device != "cuda":
         return f"written for cuda, not {device}"
     if head_size % 8 or not 0 < head_size <= LARGEST_HEAD:
-        return f"head size {head_size} is not a multiple of 8 up to {LARGEST_HEAD}"
+        return f"head size {head_size} (expected a multiple of 8 up to {LARGEST_HEAD})"
     return None
 
 
