@@ -76,15 +76,15 @@ SEE = {
     "segment": "[Without separators](../how-to/without-separators.md) describes modes and patterns.",
     "segment_parallel": "[Several servers](../how-to/several-servers.md) shows a set-up.",
     "gate": "[Choose for my model](../how-to/choose-for-my-model.md) describes sign-offs.",
-    "tokens": "A text that is in the vocabulary keeps its id. [Requests](request.md#text-of-other-authors) "
-    "describes `literal`.",
+    "token_texts": "A text that is in the vocabulary keeps its id. "
+    "[Requests](request.md#text-of-other-authors) describes `literal`.",
 }
 SECTIONS = {
     "store": StoreConfig,
     "segment": SegmentingConfig,
     "segment_parallel": SegmentParallelConfig,
     "gate": GateConfig,
-    "tokens": PrimitiveTexts,
+    "token_texts": PrimitiveTexts,
     "token_ids": PrimitiveIds,
 }
 ENGINE_METRICS = (

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TEXTS = PrimitiveTexts()
 SEP_PART = {"type": "hypic_sep"}
 OPTIONS = {"kv_connector": "HypicConnector", "kv_role": "kv_both"} | {
-    "kv_connector_extra_config": {"tokens": {"literal": True}}
+    "kv_connector_extra_config": {"token_texts": {"literal": True}}
 }
 WRITTEN = re.compile(r"hypic_tokens:(?!0{32})")
 """The beginning of what only this process writes; hostile texts imitate it with zeros."""

@@ -33,7 +33,7 @@ def test_nested_options_survive_json() -> None:
     options = {
         "link": "epic-4",
         "seam_tokens": 3,
-        "tokens": {"sep": "<<PIC_SEP>>"},
+        "token_texts": {"sep": "<<PIC_SEP>>"},
         "token_ids": {"sep": 5, "pdep": 6, "pad": 7},
         "pool_bytes": 1 << 20,
         "dummy_token": 0,
@@ -41,7 +41,8 @@ def test_nested_options_survive_json() -> None:
     }
     config = HypicConfig.from_mapping(options)
     assert config.gate == GateConfig("go", "/var/lib/gates")
-    assert config.tokens == PrimitiveTexts(sep="<<PIC_SEP>>") and config.token_ids == PrimitiveIds(5, 6, 7)
+    assert config.token_texts == PrimitiveTexts(sep="<<PIC_SEP>>")
+    assert config.token_ids == PrimitiveIds(5, 6, 7)
     assert HypicConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
 
 
@@ -65,8 +66,10 @@ def test_options_made_in_python_are_checked_too() -> None:
 
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'seams'; expected one of .*seam_tokens"):
-        HypicConfig.from_mapping({"seams": 8})
+    with pytest.raises(ConfigError, match=r"unknown option 'seam_toks'; expected one of .*, seam_tokens, "):
+        HypicConfig.from_mapping({"seam_toks": 8})
+    with pytest.raises(ConfigError, match=r"; did you mean 'seam_tokens'[?]$"):
+        HypicConfig.from_mapping({"seam_toks": 8})
 
 
 @pytest.mark.parametrize(
@@ -105,9 +108,9 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ),
         ({"gate": "go"}, "gate='go': expected an object"),
         ({"gate": None}, "gate=None: expected an object"),
-        ({"tokens": {"sep": ""}}, "sep='': expected a non-empty string"),
-        ({"tokens": {"separator": "x"}}, "unknown name 'separator'"),
-        ({"tokens": "x"}, "expected an object"),
+        ({"token_texts": {"sep": ""}}, "sep='': expected a non-empty string"),
+        ({"token_texts": {"separator": "x"}}, "unknown name 'separator'"),
+        ({"token_texts": "x"}, "expected an object"),
         ({"token_ids": {"sep": 1}}, "token_ids"),
         ({"token_ids": {"sep": 1, "pdep": 1, "pad": 2}}, "must differ"),
         ({"token_ids": [1, 2, 3]}, "token_ids"),

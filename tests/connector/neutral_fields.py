@@ -148,7 +148,7 @@ OPTIONS: Reasons = {
         "max_pinned_fraction max_request_fraction max_tenant_fraction max_tenant_segments "
         "segment_parallel gate checkpoints"
     ),
-    "tokens that never reach the model": "tokens token_ids",
+    "tokens that never reach the model": "token_texts token_ids",
 }
 """The plugin's own options."""
 

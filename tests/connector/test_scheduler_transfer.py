@@ -72,7 +72,7 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     assert on.ready("r") and not on.awaits_records and on.pump() == []
     assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
     counters = on.take_counters()
-    assert (counters.segments_landed, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
+    assert (counters.segments_received, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
     end(on, "r")
     on.directory.check_integrity()
 
@@ -198,7 +198,7 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     say(on, taken=(one.serial, other.serial))
     assert on.ready("r") and on.hits("r").total() == 80
     counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_landed) == (1, 1)
+    assert (counters.segments_loaded, counters.segments_received) == (1, 1)
 
 
 def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
@@ -210,7 +210,7 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     say(on, taken=(place.serial,))
     assert on.ready("r") and on.retention.record_state(key).stored
     counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_landed, counters.segments_unlanded) == (1, 0, 0)
+    assert (counters.segments_loaded, counters.segments_received, counters.segments_unlanded) == (1, 0, 0)
 
 
 def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:

@@ -59,7 +59,7 @@ def loop(
     """Tokens of the prompt, and of these what was computed, by step."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, extra_args=mode and {"hypic_segment": mode})
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args=mode and {"hypic_segment_mode": mode})
     found = []
     for said in messages:
         [output] = llm.chat([said], params, tools=tools, chat_template=TEMPLATE, use_tqdm=False)
@@ -118,7 +118,7 @@ def told(llm: Any, chats: list[list[dict[str, Any]]], mode: str) -> list[tuple[l
     """The prompt of each chat, one after the other, and how many of its tokens were reused."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"hypic_segment": mode})
+    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"hypic_segment_mode": mode})
     found = []
     for said in chats:
         [output] = llm.chat([said], params, chat_template=TEMPLATE, use_tqdm=False)

@@ -68,7 +68,7 @@ def test_leading_segment_gives_stock_tokens(module_engine: EngineFactory, demo_m
     composed = [Ask((*c, DEMO_SEP, *q), MAX_TOKENS, sampling=stop) for c, q in questions]
     with module_engine(demo_model, hypic=False) as engine:
         expected = engine.ask_one_by_one(*plain)
-    with module_engine(demo_model, options={"tokens": {"sep": "<sep>"}}) as engine:
+    with module_engine(demo_model, options={"token_texts": {"sep": "<sep>"}}) as engine:
         found = engine.ask_one_by_one(*composed)
     assert [a.tokens for a in found] == [a.tokens for a in expected]
 
@@ -102,7 +102,7 @@ HEAD, FIRST, SECOND, THIRD, LAST = random_segments([50, 140, 310, 77, 19], vocab
 def ranged(*segments: tuple[int, ...], **extra: object) -> Ask:
     tokens = tuple(chain(HEAD, *segments, LAST))
     starts = accumulate(map(len, segments), initial=len(HEAD))
-    return Ask(tokens, extra={"hypic_segments": list(chain.from_iterable(pairwise(starts))), **extra})
+    return Ask(tokens, extra={"hypic_segment_ranges": list(chain.from_iterable(pairwise(starts))), **extra})
 
 
 def test_they_have_the_records_and_bits_of_separators(hypic: Engine) -> None:
@@ -124,13 +124,13 @@ def test_full_is_the_ordinary_request(hypic: Engine) -> None:
 @pytest.mark.parametrize(
     ("ask", "reason"),
     [
-        (ranged(FIRST, hypic_segments=[0, 10_000]), "within the prompt's 209 tokens"),
+        (ranged(FIRST, hypic_segment_ranges=[0, 10_000]), "within the prompt's 209 tokens"),
         (
-            ranged(FIRST, hypic_segment="yes"),
-            "hypic_segment='yes': expected one of off, structure, text, cdc",
+            ranged(FIRST, hypic_segment_mode="yes"),
+            "hypic_segment_mode='yes': expected one of off, structure, text, cdc",
         ),
         (
-            Ask(prompt(FIRST, query=LAST), extra={"hypic_segments": [0, 40]}),
+            Ask(prompt(FIRST, query=LAST), extra={"hypic_segment_ranges": [0, 40]}),
             "separators or other primitives",
         ),
     ],

@@ -162,11 +162,11 @@ def test_named_segments(engine: Engine) -> None:
     [plain] = engine.ask(given)
     end = engine.call(prompt_tokens, given) - len(QUERY)
     begin, second = len(LEAD), end - len(SECOND)
-    named = replace(given, extra={"hypic_segments": [begin, second, second, end]})
+    named = replace(given, extra={"hypic_segment_ranges": [begin, second, second, end]})
     cold, warm = engine.ask_one_by_one(named, named)
     assert farthest(cold, plain, MODELS[0].steps) <= MODELS[0].bound
     assert warm.cached == end - 2 * 16
-    cut = replace(given, extra={"hypic_segments": [begin, begin + 70, second, end]})
+    cut = replace(given, extra={"hypic_segment_ranges": [begin, begin + 70, second, end]})
     with pytest.raises(EngineError, match="are one image, video or audio: no segment may begin or end"):
         engine.ask(cut)
 

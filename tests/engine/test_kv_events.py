@@ -64,7 +64,7 @@ def published(llm: Any, last: list[int]) -> tuple[list[dict[str, Any]], list[str
 
 def ranged(query: list[int]) -> Ask:
     ends = [len(ONE), len(ONE) + len(TWO)]
-    return Ask((*ONE, *TWO, *query), extra={"hypic_segments": [0, ends[0], *ends]})
+    return Ask((*ONE, *TWO, *query), extra={"hypic_segment_ranges": [0, ends[0], *ends]})
 
 
 PLAIN_ASKS = [Ask(tuple(t), salt=salt) for t, salt in ((PLAIN, None), (OTHER, "mine"), (PLAIN, None))]

@@ -60,7 +60,7 @@ def named(*documents: list[int], query: list[int]) -> Ask:
     for document in documents:
         places += [len(tokens), len(tokens) + len(document)]
         tokens += document
-    return Ask((*tokens, *query), extra={"hypic_segments": places})
+    return Ask((*tokens, *query), extra={"hypic_segment_ranges": places})
 
 
 def usage(llm: Any, row: Row) -> Counter[str]:

@@ -81,7 +81,7 @@ def questions(count: int) -> list[Ask]:
 
 
 def test_a_trained_hybrid_answers_as_without(start_engine: EngineFactory, demo_model: Path) -> None:
-    asks, options = questions(8), {"tokens": {"sep": "<sep>"}}
+    asks, options = questions(8), {"token_texts": {"sep": "<sep>"}}
     plain = Ask(tuple(t for t in asks[0].tokens if t != DEMO_SEP), 6, sampling=STOP)
     with start_engine(demo_model, options=options) as exact:
         expected = exact.ask_one_by_one(*asks)

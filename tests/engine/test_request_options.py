@@ -390,7 +390,9 @@ def test_padding_and_dependent_tokens(exact: Engine) -> None:
 def test_named_segments(exact: Engine) -> None:
     """The same segments, named in a prompt without separators."""
     bounds = [len(LEAD), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST + SECOND)]
-    named = Ask(to_score().plain().tokens, 1, LINK | {"hypic_segments": bounds}, sampling=to_score().sampling)
+    named = Ask(
+        to_score().plain().tokens, 1, LINK | {"hypic_segment_ranges": bounds}, sampling=to_score().sampling
+    )
     marked = exact.call(scored, to_score(**LINK))[0]
     assert exact.call(scored, named)[0] == [
         entry for token, entry in zip(PROMPT, marked, strict=True) if token != SEP

@@ -25,7 +25,7 @@ WINDOW = 160
 WIDE = 2048
 SEGMENTS = (40, 230, 210, 250, 60)
 """Leading segment, three interior segments, query."""
-OPTIONS: dict[str, Any] = {"tokens": {"sep": SEPARATOR}, "pool_bytes": 256 << 20}
+OPTIONS: dict[str, Any] = {"token_texts": {"sep": SEPARATOR}, "pool_bytes": 256 << 20}
 SIZES: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024}
 EXACT, APART = 2e-3, 0.1
 """Largest difference of a logprob: by float32 at most, and by other windows at least."""

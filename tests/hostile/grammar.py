@@ -205,8 +205,8 @@ OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
     "hypic_islands": st.sampled_from(
         ["none", "query-10", "query-10-96", "query-50", "query-0", "query-051", "query-\u0661"]
     ),
-    "hypic_segment": st.sampled_from(["off", "structure", "text", "cdc", "text ", "TEXT"]),
-    "hypic_segments": st.sampled_from(
+    "hypic_segment_mode": st.sampled_from(["off", "structure", "text", "cdc", "text ", "TEXT"]),
+    "hypic_segment_ranges": st.sampled_from(
         [[0, 8], [8, 48, 48, 96], [1, 40], [0, 2**31], [8, 8], [4], [0, 1] * 5000, [-1, 4], [0.0, 8.0], []]
     ),
     "hypic_push_to": st.sampled_from(

@@ -81,7 +81,7 @@ def test_a_server_reuses_what_was_suggested(
 def reused(server: Server, body: dict[str, Any], mode: str) -> int:
     path = "chat/completions" if "messages" in body else "completions"
     # An answer's tokens are in vLLM's prefix cache, too, and no log has them: of one token nothing is.
-    asked = {"max_tokens": 1, "temperature": 0, "vllm_xargs": {"hypic_segment": mode}, **body}
+    asked = {"max_tokens": 1, "temperature": 0, "vllm_xargs": {"hypic_segment_mode": mode}, **body}
     answer = httpx.post(f"{server.url}/v1/{path}", json=asked, timeout=300)
     assert answer.status_code == 200, answer.text
     return (answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0

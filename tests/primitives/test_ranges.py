@@ -53,18 +53,20 @@ def test_ranges_may_begin_and_end_with_the_prompt(spans: tuple[tuple[int, int], 
     ],
 )
 def test_ranges_that_make_no_sense_are_refused(given: object, reason: str) -> None:
-    with pytest.raises(LinkError, match=f"hypic_segments.*{reason}"):
-        spans_of_request({"hypic_segments": given}, 10)
+    with pytest.raises(LinkError, match=f"hypic_segment_ranges.*{reason}"):
+        spans_of_request({"hypic_segment_ranges": given}, 10)
 
 
 def test_ranges_and_modes_of_a_request() -> None:
     assert spans_of_request({}, 10) is None and spans_of_request(None, 10) is None
-    assert spans_of_request({"hypic_segments": []}, 10) == ()
-    assert spans_of_request({"hypic_segments": [0, 4, 4, 10]}, 10) == ((0, 4), (4, 10))
-    assert segment_mode_of_request({"hypic_segment": "cdc"}, "off") == "cdc"
+    assert spans_of_request({"hypic_segment_ranges": []}, 10) == ()
+    assert spans_of_request({"hypic_segment_ranges": [0, 4, 4, 10]}, 10) == ((0, 4), (4, 10))
+    assert segment_mode_of_request({"hypic_segment_mode": "cdc"}, "off") == "cdc"
     assert segment_mode_of_request(None, "text") == "text"
-    with pytest.raises(LinkError, match="hypic_segment='yes': expected one of off, structure, text, cdc"):
-        segment_mode_of_request({"hypic_segment": "yes"}, "off")
+    with pytest.raises(
+        LinkError, match="hypic_segment_mode='yes': expected one of off, structure, text, cdc"
+    ):
+        segment_mode_of_request({"hypic_segment_mode": "yes"}, "off")
 
 
 @given(

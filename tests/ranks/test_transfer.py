@@ -11,7 +11,7 @@ from vllm_hypic.harness.prompts import uneven, writer
 
 LENGTHS = (96, 128, 64)
 REQUESTS, LANDED, PUSHED = (
-    f"vllm:hypic_{name}_total" for name in ("requests", "segments_landed", "segments_pushed")
+    f"vllm:hypic_{name}_total" for name in ("requests", "segments_received", "segments_pushed")
 )
 PINNED = "vllm:hypic_pinned"
 SETUP = Setup(

@@ -17,7 +17,7 @@ from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SEP_PART = {"type": "hypic_sep"}
-LANDED = "vllm:hypic_segments_landed_total"
+RECEIVED = "vllm:hypic_segments_received_total"
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
         workers=1,
         cache_bytes=1 << 26,
         pool_bytes=1 << 26,
-        hypic={"tokens": {"literal": True}},
+        hypic={"token_texts": {"literal": True}},
         router=("--min-gain", "-1"),  # prompts here are too short to gain by workers
         options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
     )
@@ -60,9 +60,9 @@ def test_parts_have_segments_computed_by_workers(cluster: Cluster, path: str) ->
             "messages": [{"role": "system", "content": task.system}, {"role": "user", "content": content}]
         }
     alone = ask(combine, path, body, f"alone {len(path)}")
-    before = combine.metrics().get(LANDED, 0)
+    before = combine.metrics().get(RECEIVED, 0)
     routed = ask(cluster.router, path, body, f"routed {len(path)}")
-    assert combine.metrics()[LANDED] - before >= len(documents), "they came from the worker"
+    assert combine.metrics()[RECEIVED] - before >= len(documents), "they came from the worker"
     assert routed["choices"] == alone["choices"]
     assert routed["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
@@ -71,7 +71,7 @@ def test_text_alone_cuts_nothing(cluster: Cluster) -> None:
     [combine] = cluster.combines
     [task] = make_tasks(24, 1, 4, 128)
     body = {"prompt": PrimitiveTexts().sep.join([task.system, *task.documents, task.question])}
-    before = combine.metrics().get(LANDED, 0)
+    before = combine.metrics().get(RECEIVED, 0)
     routed, alone = (ask(server, "completions", body, "text") for server in (cluster.router, combine))
     assert routed["choices"] == alone["choices"]
-    assert combine.metrics().get(LANDED, 0) == before
+    assert combine.metrics().get(RECEIVED, 0) == before

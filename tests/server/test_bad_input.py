@@ -32,7 +32,7 @@ REFUSALS = {
     ),
     "unknown mode": (
         option(segment="paragraphs"),
-        "hypic_segment='paragraphs': expected one of off, structure, text, cdc",
+        "hypic_segment_mode='paragraphs': expected one of off, structure, text, cdc",
     ),
     "what a mode found": (option(found={"mode": "text", "pieces": 1}), "hypic_found"),
     "unknown option": (option(seem=4), "unknown request option 'hypic_seem'"),

@@ -51,7 +51,7 @@ from vllm_hypic.primitives.builder import build_messages, build_prompt
 if __name__ == "__main__":
     llm = LLM(
         str(EXAMPLE / "model"), attention_backend="hypic", enforce_eager=True, max_model_len=2048,
-        kv_cache_memory_bytes=2**27, additional_config={"hypic": {"tokens": {"literal": True}}},
+        kv_cache_memory_bytes=2**27, additional_config={"hypic": {"token_texts": {"literal": True}}},
     )
     [task] = make_tasks(5, 1, 4, 96)
     params, texts = SamplingParams(temperature=0, max_tokens=8), llm.get_tokenizer().prompt_texts

@@ -54,7 +54,7 @@ def text(found: dict[str, Any]) -> str:
 def forms() -> dict[str, dict[str, Any]]:
     documents = [document(("explain", i)) for i in range(4)]
     said = "\n\n".join(["You answer from documents.", *documents, "Which of them is the longest?"])
-    cut = {"vllm_xargs": {"hypic_segment": "text"}}
+    cut = {"vllm_xargs": {"hypic_segment_mode": "text"}}
     leading = SEP.join([document("leading"), *documents[:2], "Why?"])
     return {
         "separators": {"prompt": SEP.join(["Answer.", *documents, "Why?"])},
@@ -163,10 +163,10 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"vllm_xargs": {}}, "the prompt has no separators, and hypic_segment is 'off'"),
+        ({"vllm_xargs": {}}, "the prompt has no separators, and hypic_segment_mode is 'off'"),
         ({"vllm_xargs": {**CUT, "hypic_link": "full"}}, "link method 'full' reuses nothing"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"prompt": "short"}, "hypic_segment='text' finds no segments"),
+        ({"prompt": "short"}, "hypic_segment_mode='text' finds no segments"),
         ({"prompt": f"Lead{SEP}short{SEP}Why?"}, "no piece of the prompt is long enough"),
         ({"prompt": f"Lead{SEP}{document('warm')}{SEP}"}, "the prompt ends in a separator"),
     ],
@@ -174,7 +174,7 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
 )
 def test_why_there_are_no_segments(byte_server: Server, fields: dict[str, Any], reason: str) -> None:
     prompt = "\n\n".join(document(("reason", i)) for i in range(4))
-    found = explained(byte_server, {"prompt": prompt, "vllm_xargs": {"hypic_segment": "text"}, **fields})
+    found = explained(byte_server, {"prompt": prompt, "vllm_xargs": {"hypic_segment_mode": "text"}, **fields})
     assert reason in found["reason"]
     check_whole(found, [0] * found["prompt_tokens"])
 
@@ -190,7 +190,7 @@ BAD: list[tuple[Any, str]] = [
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
     ({"prompt": "x" * 9000}, "8192"),
     ({"prompt": "x", "cache_salt": "a/b"}, "cache_salt"),
-    ({"prompt": "x", "vllm_xargs": {"hypic_segment": "paragraphs"}}, "hypic_segment='paragraphs'"),
+    ({"prompt": "x", "vllm_xargs": {"hypic_segment_mode": "paragraphs"}}, "hypic_segment_mode='paragraphs'"),
     ({"prompt": "x", "vllm_xargs": {"hypic_command": "explain"}}, "'hypic_command'"),
     ({"prompt": "<|hypic_segment:nobody|>"}, "nobody"),
     ({"messages": [{"role": "user"}], "tools": 3}, "tools"),
@@ -239,7 +239,7 @@ def test_the_command_prints_a_prompt_in_colours(byte_server: Server, tmp_path: P
     assert "\x1b[30;42m" in coloured and "\x1b[30;43m" in coloured and "\x1b[30;45m" in coloured
     piped = explain(byte_server, "-", input="A prompt\x1b[31m alone.")
     assert piped.exit_code == 0 and "A prompt\u241b[31m alone." in piped.output
-    assert "hypic_segment is 'off'" in piped.output and "\x1b" not in piped.output
+    assert "hypic_segment_mode is 'off'" in piped.output and "\x1b" not in piped.output
     for content, code, told in (
         (b'{"prompt": ', 2, "is not JSON"),
         (b"[]", 2, "expected an object with messages"),

@@ -103,7 +103,7 @@ def test_text_is_text(browser: webdriver.Chrome, byte_server: Server) -> None:
     assert "".join(shown(browser)) == prompt and rows(browser)[0][0] == "stream"
     assert browser.title == "vllm-hypic: explain a request"
     assert browser.find_elements(By.CSS_SELECTOR, "#prompt script, #prompt img") == []
-    assert "hypic_segment is 'off'" in browser.find_element(By.ID, "reason").text
+    assert "hypic_segment_mode is 'off'" in browser.find_element(By.ID, "reason").text
     submit(browser, json.dumps({"prompt": "x", "model": "<b>nobody</b>"}))
     error = browser.find_element(By.ID, "error")
     assert "HTTP 404" in error.text and "<b>nobody</b>" in error.text

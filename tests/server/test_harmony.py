@@ -193,7 +193,7 @@ def test_compiled_segments_serve_chats(server: Server) -> None:
 @pytest.mark.parametrize("mode", ["structure", "text"])
 def test_modes_find_segments(server: Server, mode: str) -> None:
     """Separators come first in each mode."""
-    found, extra = documents(mode), {"vllm_xargs": {"hypic_segment": mode}}
+    found, extra = documents(mode), {"vllm_xargs": {"hypic_segment_mode": mode}}
     if mode == "structure":
         pieces = [*found, QUESTION]
         body, moved = (
@@ -221,7 +221,7 @@ def test_tools_are_pieces(server: Server) -> None:
         return {"name": f"tool{i}", "description": document(("tool", i)), "parameters": {"type": "object"}}
 
     tools = [tool(i) for i in range(3)]
-    extra = {"hypic_segment": "structure"}
+    extra = {"hypic_segment_mode": "structure"}
     bodies = [
         chat(QUESTION, tools=[{"type": "function", "function": t} for t in order])
         for order in (tools, tools[::-1])
@@ -265,7 +265,7 @@ def test_front_ends_without_the_cache_api(model: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("VLLM_SYSTEM_START_DATE", DATE)
     monkeypatch.setenv(TOKENS_ENV, "")  # which the front end sets
     text = f"{document('literal')}{SEP}{QUESTION}"
-    with FrontEnd(model, HypicConfig.from_mapping({"tokens": {"literal": True}}), None, {}) as front_end:
+    with FrontEnd(model, HypicConfig.from_mapping({"token_texts": {"literal": True}}), None, {}) as front_end:
 
         def prompt(content: Any) -> list[int]:
             request = ChatCompletionRequest.model_validate(chat(content))

@@ -40,8 +40,11 @@ REFUSALS = {
     "bad range": (hypic(pool_fraction=1.5), "pool_fraction=1.5: expected a number between 0 and 1"),
     "unknown link": (hypic(link="magic"), "hypic_link='magic': expected one of"),
     "negative seam": (hypic(seam_tokens=-3), "hypic_seam_tokens=-3"),
-    "damaged tokens": (hypic(tokens={"separator": "x"}), "unknown name 'separator'; expected sep, pdep, pad"),
-    "empty separator": (hypic(tokens={"sep": ""}), "sep='': expected a non-empty string"),
+    "damaged tokens": (
+        hypic(token_texts={"separator": "x"}),
+        "unknown name 'separator'; expected sep, pdep, pad",
+    ),
+    "empty separator": (hypic(token_texts={"sep": ""}), "sep='': expected a non-empty string"),
     "MultiConnector without connectors": (
         {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
         "MultiConnector without connectors: name some, or drop the flag",

@@ -9,7 +9,7 @@ from vllm_hypic.harness.serving import Server
 
 from .conftest import answered
 
-CUT = {"hypic_segment": "text"}
+CUT = {"hypic_segment_mode": "text"}
 SEP = "<|hypic_sep|>"
 
 
@@ -71,5 +71,5 @@ def test_prompts_without_segments_and_with_separators_are_answered_as_ever(byte_
     chat = {"messages": [{"role": "user", "content": parts}]}
     prompt = {"prompt": SEP.join(["Answer.", *documents, "Why?"])}
     for asked, mode in ((prompt, "text"), (chat, "structure")):
-        without, found = (ask(byte_server, asked, extra) for extra in ({}, {"hypic_segment": mode}))
+        without, found = (ask(byte_server, asked, extra) for extra in ({}, {"hypic_segment_mode": mode}))
         assert found["choices"] == without["choices"] and cached(found) >= sum(map(len, documents)) - 3 * 16

@@ -19,7 +19,7 @@ from vllm_hypic.harness.serving import Server
 from .conftest import answered, byte_model, run_script
 from .test_segments import ask, cached, document, ids
 
-CUT = {"hypic_segment": "structure"}
+CUT = {"hypic_segment_mode": "structure"}
 QUESTION = {"role": "user", "content": "Which one?"}
 SEAMS = 2 * 8 + 1
 """Tokens of a segment that are computed, its last among them, which belongs to what follows."""
@@ -100,7 +100,7 @@ def test_found_segments_have_the_records_and_bits_of_named_ones(byte_server: Ser
     assert len(lines) == 5
     # The last token depends on what follows, in other vocabularies.
     segments = [place for start, stop in lines for place in (start, stop - 1)]
-    named = ask(byte_server, {"prompt": ids(cold)}, {"hypic_segments": segments})
+    named = ask(byte_server, {"prompt": ids(cold)}, {"hypic_segment_ranges": segments})
     assert cached(named) == cached(warm) and ids(named) == ids(warm)
     said = [token["logprob"] for token in warm["choices"][0]["logprobs"]["content"]]
     assert named["choices"][0]["logprobs"]["token_logprobs"] == said
@@ -180,7 +180,7 @@ def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server,
     ]
     for path, body in bodies:
         before = counts(byte_server, mode)["pieces_cut"]
-        body = {"model": byte_server.model, "vllm_xargs": {"hypic_segment": mode}, **body}
+        body = {"model": byte_server.model, "vllm_xargs": {"hypic_segment_mode": mode}, **body}
         answered(byte_server, f"/v1/{path}", body)
         assert counts(byte_server, mode)["pieces_cut"] == before + 1, path
 
@@ -210,10 +210,10 @@ def test_what_was_found_is_counted_on_every_way(byte_server: Server) -> None:
     named = [0, 200, 200, 400]
     separated = prompt.replace("\n\n", "<|hypic_sep|>")
     ways: dict[str, tuple[str, dict[str, Any]]] = {
-        "text": (prompt, {"hypic_segment": "text"}),
+        "text": (prompt, {"hypic_segment_mode": "text"}),
         "structure": (prompt, CUT),
-        "cdc": (prompt, {"hypic_segment": "cdc"}),
-        "named": (prompt, {"hypic_segments": named}),
+        "cdc": (prompt, {"hypic_segment_mode": "cdc"}),
+        "named": (prompt, {"hypic_segment_ranges": named}),
         "separators": (separated, {}),
     }
     assert set(ways) == set(MODES) - {"prefix"}, (

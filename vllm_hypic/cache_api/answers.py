@@ -144,7 +144,9 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would be now.  ``parts``, in order, are the whole prompt; of its tokens that are no
     primitives each is reused, in vLLM's prefix cache, or computed."""
 
-    mode: Annotated[str, _says("How segments are found: a mode of `hypic_segment`, `named` or `separators`.")]
+    mode: Annotated[
+        str, _says("How segments are found: a mode of `hypic_segment_mode`, `named` or `separators`.")
+    ]
     link: Annotated[str, _says("The link method.")]
     pieces: Annotated[dict[str, int], _says("Counts of the pieces, by the names of the metrics.")]
     prompt_tokens: Annotated[int, _says("Tokens of the prompt, as in `usage`.")]

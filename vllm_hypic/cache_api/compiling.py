@@ -88,7 +88,7 @@ def _checked_text(name: str, text: str, control: Control) -> str:
         )
     if control.literal:
         return text
-    for role, marker in control.config.tokens.items():
+    for role, marker in control.config.token_texts.items():
         if marker in text:
             raise HTTPException(400, f"{name} contains {marker!r}, the text of {role}: remove it")
     if (found := ID_FORM.search(text)) is not None:
@@ -132,7 +132,7 @@ class _Renderer:
     async def _tokens(self, body: Callable[[str], dict[str, Any]]) -> list[int]:
         """``body``: of a tokenise request, for the text of a separator."""
         seal = Seal()
-        public, written = body(self._control.config.tokens.sep), body(self._control.texts(seal).sep)
+        public, written = body(self._control.config.token_texts.sep), body(self._control.texts(seal).sep)
         chat = "messages" in public
         what = (TokenizeChatRequest if chat else TokenizeCompletionRequest).model_validate(public)
         with carrying(rewriting(CHAT if chat else COMPLETIONS, public, written, seal)):

@@ -81,7 +81,7 @@ class Control:
         self.config = config_of(engine.vllm_config)
         self.max_model_len: int = engine.vllm_config.model_config.max_model_len
         self.ids = primitive_ids_of(engine.vllm_config, self.config)
-        self.literal = self.config.tokens.literal
+        self.literal = self.config.token_texts.literal
         self._tokenizer: Any = engine.renderer.get_tokenizer()
         self.max_chars_per_token: int = self._tokenizer.max_chars_per_token
         # Stands in for a prompt where there is none: any token that is no primitive.
@@ -94,7 +94,7 @@ class Control:
 
     def texts(self, seal: Seal) -> PrimitiveTexts:
         """What is written for primitives in the prompts of a request."""
-        return seal.texts(self.ids) if self.literal else self.config.tokens
+        return seal.texts(self.ids) if self.literal else self.config.token_texts
 
     async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
         """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""

@@ -77,7 +77,7 @@ async def replaced(
         contents = resolved.contents
     seal, literal = Seal(), control.literal
     written = expand(path, request, contents, control.texts(seal), seal, literal=literal)
-    public = shown(path, request, control.config.tokens, literal=literal)
+    public = shown(path, request, control.config.token_texts, literal=literal)
     return public, rewriting(path, public, written, seal)
 
 

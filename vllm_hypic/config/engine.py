@@ -49,7 +49,7 @@ def _ids(given: Any) -> PrimitiveIds:
     try:
         return given if isinstance(given, PrimitiveIds) else PrimitiveIds(**given)
     except TypeError as e:
-        raise ValueError(f"tokens / token_ids: {e}") from e
+        raise ValueError(f"token_texts / token_ids: {e}") from e
 
 
 @options
@@ -131,7 +131,7 @@ class HypicConfig(ConfigSection):
     sends nor receives records."""
     gate: GateConfig = field(default_factory=GateConfig)
     """What the engine asks of the model's sign-off when it starts."""
-    tokens: Annotated[PrimitiveTexts, PlainValidator(_texts), Form("an object")] = field(
+    token_texts: Annotated[PrimitiveTexts, PlainValidator(_texts), Form("an object")] = field(
         default_factory=PrimitiveTexts
     )
     """Texts of the separator, of PDep and of padding."""

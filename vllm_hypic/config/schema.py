@@ -25,6 +25,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_schema
 
 from ..errors import ConfigError, redacted
+from ..primitives.options import did_you_mean
 
 T = TypeVar("T")
 Loc = tuple[str | int, ...]
@@ -96,7 +97,7 @@ def checked(cls: type, options: object, missing: str) -> dict[str, Any]:
         raise expected("an object")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if unknown := sorted(set(options) - set(fields), key=str):
-        known = ", ".join(sorted(fields))
+        known = f"{', '.join(sorted(fields))}{did_you_mean(str(unknown[0]), fields)}"
         raise PydanticCustomError("unknown", f"unknown option {unknown[0]!r}; expected one of {known}")
     for f in fields.values():
         if f.default is f.default_factory is dataclasses.MISSING and f.name not in options:

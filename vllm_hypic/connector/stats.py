@@ -33,8 +33,8 @@ class HypicCounters:
     segments_hit: int = 0
     segments_computed: int = 0
     segments_loaded: int = 0
-    segments_landed: int = 0
-    segments_landed_nixl: int = 0
+    segments_received: int = 0
+    segments_received_nixl: int = 0
     segments_unlanded: int = 0
     segments_pushed: int = 0
     segments_unpushed: int = 0

@@ -51,7 +51,7 @@ def choose(args: EngineArgs) -> bool:
     config = _config(args)
     _use("scheduler_cls", args, None, SCHEDULER)
     _use_worker(args)
-    publish_texts(config.tokens)
+    publish_texts(config.token_texts)
     _use_connector(args, config)
     # Part of vLLM's hash of compiled models: ours must not meet a stock engine's.
     args.additional_config = {**(args.additional_config or {}), SECTION: config.to_mapping()}

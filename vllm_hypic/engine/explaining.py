@@ -47,9 +47,9 @@ def explanation(
         elif uncut is not None:
             reason = uncut
         elif looked == "off":
-            reason = "the prompt has no separators, and hypic_segment is 'off'"
+            reason = "the prompt has no separators, and hypic_segment_mode is 'off'"
         else:
-            reason = f"hypic_segment={looked!r} finds no segments in the prompt"
+            reason = f"hypic_segment_mode={looked!r} finds no segments in the prompt"
     return Explanation(
         mode=mode,
         link=link.name,

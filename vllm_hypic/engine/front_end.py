@@ -58,7 +58,8 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         mode = segment_mode_of_request(extra, config.segment.mode)
         if mode != "off" and vllm_config.model_config.skip_tokenizer_init:
             raise LinkError(
-                f"hypic_segment={mode!r} needs the tokenizer, but skip_tokenizer_init is set: expected 'off'"
+                f"hypic_segment_mode={mode!r} needs the tokenizer, but skip_tokenizer_init is set: "
+                "expected 'off'"
             )
         if parallel is not None:
             Permits.read(parallel.secret_file).check(extra or {}, _subject(request))
@@ -151,8 +152,8 @@ def reason_not_to_cut(request: EngineCoreRequest, primitives: PrimitiveIds) -> s
     """Why no segments are to be found in a prompt that names none, or ``None``."""
     if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
         return (
-            "hypic_segment does not cut prompts with images, videos or audio: "
-            "mark their segments with separators or hypic_segments"
+            "hypic_segment_mode does not cut prompts with images, videos or audio: "
+            "mark their segments with separators or hypic_segment_ranges"
         )
     params = request.sampling_params
     if params is not None and params.prompt_logprobs is not None:

@@ -63,7 +63,7 @@ class RoutedInstance:
             deadline_s=parallel.deadline_s,
             quadratic=planner.quadratic,
             shared_tiers=planner.shared_tiers,
-            literal_text=config.tokens.literal,
+            literal_text=config.token_texts.literal,
         )
 
     def publish(self, unprefilled_tokens: int) -> None:

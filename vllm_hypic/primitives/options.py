@@ -6,6 +6,7 @@ as one flat mapping; ours are the keys with the prefix ``hypic_``.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -20,8 +21,8 @@ LINK = "hypic_link"
 SEAM = "hypic_seam_tokens"
 CONTEXT = "hypic_context"
 ISLANDS = "hypic_islands"
-SEGMENT = "hypic_segment"
-SEGMENTS = "hypic_segments"
+SEGMENT = "hypic_segment_mode"
+SEGMENTS = "hypic_segment_ranges"
 FOUND = "hypic_found"
 """The front end's word to the scheduler: the mode by which it looked for segments, and what it found.  No
 client's option."""
@@ -57,6 +58,12 @@ class LinkDefaults:
     islands: str = "none"
 
 
+def did_you_mean(unknown: str, known: Collection[str]) -> str:
+    """The end of a refusal: the known name that is most like the unknown one, if any is."""
+    found = difflib.get_close_matches(unknown, known, 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> LinkMethod:
     """The link method a request asks for.  Raises :class:`LinkError` naming a bad key or value."""
     named = link_options(extra_args, defaults)
@@ -69,7 +76,8 @@ def link_options(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -
     extra = extra_args or {}
     unknown = sorted(k for k in extra if isinstance(k, str) and k.startswith(PREFIX) and k not in KNOWN)
     if unknown:
-        raise LinkError(f"unknown request option {unknown[0]!r}: expected one of {', '.join(KNOWN)}")
+        known = f"{', '.join(KNOWN)}{did_you_mean(unknown[0], KNOWN)}"
+        raise LinkError(f"unknown request option {unknown[0]!r}: expected one of {known}")
     seam = extra.get(SEAM, defaults.seam_tokens)
     if isinstance(seam, float) and seam.is_integer():
         seam = int(seam)  # JSON clients send 8.0

@@ -70,7 +70,7 @@ class FrontEnd:
         self, model: Path, config: HypicConfig, chat_template: str | None, engine_args: Mapping[str, Any]
     ) -> None:
         register_mode()
-        publish_texts(config.tokens)
+        publish_texts(config.token_texts)
         model_config = EngineArgs(model=str(model), **engine_args).create_model_config()
         # Nothing is computed, so it does not matter whether this machine could.
         model_config.quantization = None

@@ -26,11 +26,11 @@ def test_eight_uneven_segments(stand: Stand):
     # Longest first, each where it ends first: no worker has more than the other and one segment.
     loads = [sum(p.tokens for p in found.segments if p.worker == w.url) for w in stand.cluster.workers]
     assert abs(loads[0] - loads[1]) <= max(LENGTHS)
-    stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
+    stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))
     reads = {w.url for w in stand.cluster.workers if w.transport == "nixl"}
     over_nixl = sum(p.worker in reads for p in found.segments)
     assert 0 < over_nixl < len(LENGTHS)
-    stand.expect("segments_landed_nixl", stand.cluster.combines, over_nixl)
+    stand.expect("segments_received_nixl", stand.cluster.combines, over_nixl)
     stand.expect("segments_pushed", stand.cluster.workers, len(LENGTHS))
     stand.expect("segments_computed", stand.cluster.combines, len(LENGTHS))  # those of the single server
     after = stand.wait(
@@ -47,7 +47,7 @@ def test_what_is_known_is_not_sent_again(stand: Stand):
     assert {r.tokens for r in replies} == {replies[0].tokens}
     first = replies[0].breakdown
     assert first is not None and (first.kind, first.local) == ("parallel", 0), first
-    stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
+    stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))
     assert all(r.breakdown is not None and r.breakdown.kind == "whole" for r in replies[1:])
     # Half of it is new: only that half is computed, by the workers.
     cut = prompt.index(stand.separator, len(prompt) // 2)

@@ -33,7 +33,7 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
     after = stand.wait(lambda s: not s[UP, worker.url], "it is seen to be down")
     assert failures(before, after).keys() == {(worker.url, "segment")}
     assert grown(before, after, SEGMENTS, "redispatched") >= 1
-    stand.expect("segments_landed", cluster.combines, len(LENGTHS))  # from the other worker
+    stand.expect("segments_received", cluster.combines, len(LENGTHS))  # from the other worker
     # Without it, the other one is alone: still right.
     stand.right()
 
@@ -104,10 +104,10 @@ def test_a_straggler(stand: Stand):
     after = stand.samples()
     assert (slow.url, "segment") in failures(before, after)
     assert grown(before, after, SEGMENTS, "redispatched") >= 1
-    stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
+    stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))
     resume(slow)
     stand.wait(lambda s: bool(s[UP, slow.url]), "it is trusted again")
-    stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))  # each record once
+    stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))  # each record once
     stand.right()
 
 

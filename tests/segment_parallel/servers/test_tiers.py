@@ -58,7 +58,7 @@ def test_eight_segments_through_redis(stand: Stand, through: Router, redis_serve
         assert client.info("commandstats")["cmdstat_set"]["calls"] == sets + len(LENGTHS), "each once"
     stand.expect("segments_loaded", stand.cluster.combines, len(LENGTHS))
     stand.expect("segments_pushed", stand.cluster.workers, len(LENGTHS))
-    assert stand.counted("segments_landed", stand.cluster.combines) == 0
+    assert stand.counted("segments_received", stand.cluster.combines) == 0
     assert stand.counted("segments_computed", stand.cluster.combines) == 0
     assert counted(through, RECORDS, "tiers") == len(LENGTHS) and counted(through, RECORDS, "direct") == 0
     assert reply.same_as(stand.alone(prompt))
@@ -85,7 +85,7 @@ def test_a_worker_that_cannot_write_sends_directly(stand: Stand, through: Router
     before = through.samples()
     reply = ask(through, prompt)
     assert ways(reply) == ["direct"] * len(LENGTHS) and reply.breakdown.local == 0
-    stand.expect("segments_landed", stand.cluster.combines, len(LENGTHS))
+    stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))
     assert reply.same_as(stand.alone(prompt))
     after = through.samples()
     failed = {k[1]: v - before.get(k, 0) for k, v in after.items() if k[0] == FAILURES and k[2] == "tier"}

@@ -42,7 +42,7 @@ def sent(stand: Stand, *, expected: bool) -> None:
         prompt = stand.prompt()
         assert stand.ask(prompt).tokens == stand.alone(prompt).tokens
         stand.settled()
-        landed = stand.counted("segments_landed", stand.cluster.combines)
+        landed = stand.counted("segments_received", stand.cluster.combines)
         if bool(landed) is expected:
             return
         assert expected, f"{landed} segments came from servers that may have other weights"

@@ -453,8 +453,8 @@ class SchedulerSide:
                 self.segment_requests.compute_later(entry)
             return
         if arrival.sent:
-            self.counters.segments_landed += 1
-            self.counters.segments_landed_nixl += arrival.count.route == NIXL
+            self.counters.segments_received += 1
+            self.counters.segments_received_nixl += arrival.count.route == NIXL
         else:
             self.retention.stored([arrival.key])
             self.shared.loaded(arrival.key)

@@ -20,7 +20,7 @@ NEUTRAL = frozenset(
     {
         *("page_tokens", "pool_bytes", "pool_fraction", "expected_segment_tokens", "expected_live_heads"),
         *("store", "max_pinned_fraction", "max_request_fraction", "max_tenant_fraction"),
-        *("max_tenant_segments", "segment_parallel", "tokens", "token_ids", "gate"),
+        *("max_tenant_segments", "segment_parallel", "token_texts", "token_ids", "gate"),
     }
 )
 """Options that say where records are and what things are called.  All others are taken to change numbers."""
