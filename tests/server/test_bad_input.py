@@ -31,7 +31,7 @@ REFUSALS = {
         "puts its own tokens before a segment",
     ),
     "unknown mode": (
-        option(segment="paragraphs"),
+        option(segment_mode="paragraphs"),
         "hypic_segment_mode='paragraphs': expected one of off, structure, text, cdc",
     ),
     "what a mode found": (option(found={"mode": "text", "pieces": 1}), "hypic_found"),
