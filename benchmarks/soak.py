@@ -39,7 +39,7 @@ SAMPLE_S = 5.0
 JUDGED_S = 1800.0
 """Shorter runs are too much warming up to judge growth."""
 COUNTERS = (
-    *("segments_hit", "segments_computed", "segments_received", "segments_unlanded", "segments_loaded"),
+    *("segments_hit", "segments_computed", "segments_received", "segments_not_received", "segments_loaded"),
     *("evictions", "pool_waits", "tier_hits", "tier_stored", "tier_evictions"),
     *("tier_errors", "tier_timeouts", "tier_corrupt"),
 )

@@ -384,7 +384,7 @@ class TestServer:
         assert record.stat().st_ino == written, "not written again"
         for other in range(POOL_SEGMENTS + 1):  # until the pool has forgotten it
             assert post(server, {"prompt": f"{words(f'other {other}')}{SEP}"}).status_code == 200
-        landed, loaded = (f"vllm:hypic_segments_{how}_total" for how in ("landed", "loaded"))
+        received, loaded = (f"vllm:hypic_segments_{how}_total" for how in ("received", "loaded"))
         count = server.metrics()
         awaited = {"hypic_remote": [record.stem.split(".")[0]], "hypic_remote_deadline_s": 100}
         with ThreadPoolExecutor() as threads:
@@ -393,7 +393,7 @@ class TestServer:
             tell_stored(told["landing"], told["namespace"], [record.stem], None)
             assert usage(asked.result(60))[1] == TOKENS
         now = server.wait_for_metrics(lambda m: m[loaded] > count[loaded])
-        assert (now[loaded] - count[loaded], now[landed] - count[landed]) == (1, 0)
+        assert (now[loaded] - count[loaded], now[received] - count[received]) == (1, 0)
 
     def test_no_request_breaks_the_server(self, server):
         """Requests made up from the server's own OpenAPI description."""

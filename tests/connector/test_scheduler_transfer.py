@@ -72,7 +72,11 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     assert on.ready("r") and not on.awaits_records and on.pump() == []
     assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
     counters = on.take_counters()
-    assert (counters.segments_received, counters.segments_unlanded, counters.segments_computed) == (1, 0, 1)
+    assert (counters.segments_received, counters.segments_not_received, counters.segments_computed) == (
+        1,
+        0,
+        1,
+    )
     end(on, "r")
     on.directory.check_integrity()
 
@@ -106,7 +110,7 @@ def test_what_does_not_come_is_computed(clock: Clock) -> None:
     (other,) = on.pump()
     assert other.token_ids == DOCUMENTS[1] and on.hits("r").total() == 0
     end(on, job.request_id, other.request_id)
-    assert on.ready("r") and on.take_counters().segments_unlanded == 2
+    assert on.ready("r") and on.take_counters().segments_not_received == 2
 
 
 def test_nobody_waits_for_a_request_that_has_gone() -> None:
@@ -210,7 +214,7 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     say(on, taken=(place.serial,))
     assert on.ready("r") and on.retention.record_state(key).stored
     counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_received, counters.segments_unlanded) == (1, 0, 0)
+    assert (counters.segments_loaded, counters.segments_received, counters.segments_not_received) == (1, 0, 0)
 
 
 def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:

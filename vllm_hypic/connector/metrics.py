@@ -16,7 +16,7 @@ COUNTERS = {
     "segments_loaded": "Segments fetched from the store's tiers; segments_hit counts them, too.",
     "segments_received": "Segments received from other instances.",
     "segments_received_nixl": "Segments received from other instances over NIXL; the rest came over TCP.",
-    "segments_unlanded": "Segments that a request awaited from other instances in vain.",
+    "segments_not_received": "Segments that a request awaited from other instances in vain.",
     "segments_pushed": "Segments delivered to other instances, or to a tier shared with them.",
     "segments_unpushed": "Segments that could not be delivered to another instance or to a shared tier.",
     "tokens_reused": "Prompt tokens read from records.",

@@ -35,7 +35,7 @@ class HypicCounters:
     segments_loaded: int = 0
     segments_received: int = 0
     segments_received_nixl: int = 0
-    segments_unlanded: int = 0
+    segments_not_received: int = 0
     segments_pushed: int = 0
     segments_unpushed: int = 0
     tokens_reused: int = 0

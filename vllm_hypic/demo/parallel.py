@@ -60,7 +60,7 @@ def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
     router_failures = {k: v for k, v in cluster.router.samples().items() if k[0] == FAILURES}
     return reply, Counted(
         received=_grown("segments_received_total", before, after),
-        not_received=_grown("segments_unlanded_total", before, after),
+        not_received=_grown("segments_not_received_total", before, after),
         computed=_grown("segments_computed_total", before, after),
         record_bytes=_grown("pool_bytes_used", before, after),
         pushed={w.name: _pushed(w, workers[w.name]) for w in cluster.workers},

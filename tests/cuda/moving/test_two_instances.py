@@ -158,7 +158,7 @@ def test_records_go_from_one_to_the_other(pair: tuple[Instance, Instance]) -> No
     there.check(asked)
     sent, got = here.side.take_counters(), there.side.take_counters()
     assert (sent.segments_computed, sent.segments_pushed, sent.segments_unpushed) == (2, 2, 0)
-    assert (got.segments_computed, got.segments_unlanded) == (0, 0)
+    assert (got.segments_computed, got.segments_not_received) == (0, 0)
     assert (got.segments_received, got.segments_loaded) == ((2, 0) if direct else (0, 2))
     assert there.side.hits(asked).total() > 0 and not there.side.awaits_records
 
@@ -172,7 +172,7 @@ def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
     step_until(lambda: there.side.ready(asked), there)
     there.check(asked)
     counters = there.side.take_counters()
-    assert (counters.segments_computed, counters.segments_unlanded) == (2, 2)
+    assert (counters.segments_computed, counters.segments_not_received) == (2, 2)
     assert there.side.hits(asked).total() == 0
 
 
@@ -195,7 +195,7 @@ def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offer
         step_until(lambda: there.side.ready(asked), there)
         there.check(asked)
         counters = there.side.take_counters()
-        assert (counters.segments_received, counters.segments_unlanded) == (1, 1)
+        assert (counters.segments_received, counters.segments_not_received) == (1, 1)
         late = here.admit(0, 1, query=False, hypic_push_to=there.receiver.url)
         step_until(lambda: here.side.over(late), here)
         assert here.side.push_fault(late) is None and there.receiver.counts().taken == 1

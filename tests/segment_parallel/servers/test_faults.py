@@ -88,7 +88,7 @@ def test_all_workers_hang(stand: Stand):
     assert found.breakdown is not None and found.breakdown.kind == "whole"
     for worker in stand.cluster.workers:
         resume(worker)
-    stand.expect("segments_unlanded", stand.cluster.combines, len(LENGTHS))
+    stand.expect("segments_not_received", stand.cluster.combines, len(LENGTHS))
 
 
 @pytest.mark.slow

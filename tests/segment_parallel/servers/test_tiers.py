@@ -76,7 +76,7 @@ def test_a_combine_node_that_cannot_read_computes(stand: Stand, through: Router,
     through_tier = ways(reply).count("tiers")
     assert through_tier and set(ways(reply)) <= {"tiers", "direct"}
     assert reply.same_as(stand.alone(prompt))
-    stand.expect("segments_unlanded", stand.cluster.combines, through_tier)
+    stand.expect("segments_not_received", stand.cluster.combines, through_tier)
 
 
 def test_a_worker_that_cannot_write_sends_directly(stand: Stand, through: Router, redis_server: RedisServer):

@@ -445,7 +445,7 @@ class SchedulerSide:
         entry = self.directory.of_serial(serial)
         assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
         if not arrival.found:
-            self.counters.segments_unlanded += arrival.remote
+            self.counters.segments_not_received += arrival.remote
             self.retention.not_stored(arrival.key)
             if serial in self._fetched:
                 self._fetched.ended(serial, None)
