@@ -81,11 +81,9 @@ class Answers:
     def scheduled(
         self, passes: Iterable[tuple[str, int, int]], drafts: Mapping[str, Sequence[int]] = NO_DRAFTS
     ) -> dict[str, tuple[CapturePlan, ...]]:
-        """Return new capture plans by request, for a pass that is about to run; other requests keep their
-        plans.
+        """Return new capture plans by request for the coming pass; all other requests keep their plans.
 
-        ``passes``: request ids and their token ranges ``[begin, end)``; ``drafts``: draft tokens at range
-        ends.
+        ``passes``: request ids and their token ranges ``[begin, end)``, which end in ``drafts``.
         """
         given_up, self._given_up = self._given_up, []
         alive = (request_id for request_id in given_up if request_id in self._answers)
@@ -142,13 +140,11 @@ class Answers:
     def _go_on(
         self, request: ComposedRequest, answer: _Answer, begin: int, end: int, drafts: int
     ) -> tuple[CapturePlan, ...] | None:
-        """Extend the answer by one pass; ``None``: the capture plans stay, empty: nothing is captured any
-        more."""
+        """Extend the answer by one pass and return new capture plans; ``None``: the former plans stay."""
         begins = begin == answer.page_end
         page_end = answer.page_end + self._directory.page_tokens * begins
         if end + bool(drafts) > page_end or (begins and not self._grow(answer.entry)):
-            # The pass runs past the page's end (its states would be overwritten or a draft's), or no room is
-            # left.
+            # The pass overwrites the states at the page's end, or takes a draft's, or the pool has no room.
             answer.grows = False
             return ()
         answer.page_end, answer.certain, answer.scheduled = page_end, end - drafts, end

@@ -31,8 +31,7 @@ class Continuations:
     def __init__(self, directory: GrowingDirectory) -> None:
         self._directory = directory
         self._open: OrderedDict[SegmentKey, int] = OrderedDict()
-        """Ends that no prompt has continued, by key, and the count of evictions at which each becomes
-        unused."""
+        """Ends that no prompt has continued, by key; the eviction count at which each counts as unused."""
         self._unused: OrderedDict[SegmentKey, None] = OrderedDict()
         """Ends that counted as unused, by key, the oldest first."""
         self._ended = self._used = 0.0

@@ -5,8 +5,7 @@ checkpoint     states alone, based on the record of the same computation, or a r
 
 Records of segments are always stored whole, as users pin and delete each of them alone.  The store gets the
 checkpoints that requests are likely to need: a segment's last one (the segment may grow), the point where a
-request parted from a record, and the checkpoints that a prefix keeps.  Only the scheduler's thread calls
-this.
+request parted from a record, and the checkpoints that a prefix keeps.  For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class SharedColumns:
         known = {key: self._rest_on.get(key) for key in begins.keys}
         chains = [(key, *behind) for key, behind in known.items() if behind is not None]
         rests_on = min(chains, key=len, default=())
-        # A fetch reads whole objects, so it also reads the states of all base records, in vain.
+        # A fetch reads whole objects, and so also the states of all base records, which nothing uses.
         saves = begins.columns > len(rests_on) * self._state_tokens
         if not (0 < len(rests_on) <= MOST_BASES and saves) or entry.key in rests_on:
             return place
@@ -134,8 +133,7 @@ class SharedColumns:
             self._orders.submit(SaveRecord(place))
 
     def _kept(self, segment: CachedSegment, entry: Entry) -> Iterator[Entry]:
-        """Yield the complete checkpoints of a prefix's record, at points where later prompts are likely to
-        part."""
+        """Yield the complete checkpoints of a prefix's record: later prompts are likely to part there."""
         for checkpoint in segment.checkpoints:
             kept = self._directory.checkpoint_at(checkpoint.key)
             if kept is not None and kept.is_checkpoint and entry.key in kept.within:
