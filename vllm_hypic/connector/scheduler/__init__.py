@@ -1,1 +1,2 @@
-"""The connector's half in the scheduler: what is cached, for whom, and what workers are asked to do."""
+"""The connector's half in the scheduler: it tracks cached records and their requests, and orders the
+workers."""
