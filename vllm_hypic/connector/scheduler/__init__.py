@@ -1,2 +1,1 @@
-"""The connector's half in the scheduler: it tracks cached records and their requests, and orders the
-workers."""
+"""The connector's half in the scheduler: tracks records and requests, and orders the workers."""

@@ -1,7 +1,4 @@
-"""Admission: requests that hold room in the pool, wait for room, or become more urgent for a waiting request.
-
-For the scheduler's thread only.
-"""
+"""Admission: requests hold room in the pool, wait for it, or are raised.  For the scheduler's thread only."""
 
 from __future__ import annotations
 
@@ -136,8 +133,7 @@ class Admission:
         return list(self._holders.get(entry.serial, {}).values())
 
     def came(self, entry: Entry, source: str) -> None:
-        """Note ``source`` as the origin of a record, or of its checkpoint, in all requests that hold the
-        record."""
+        """Note the ``source`` of a record, or of its checkpoint, in all requests that hold the record."""
         for request in self.holders(entry):
             request.sources[entry.key] = source
 
@@ -206,8 +202,7 @@ class Admission:
                 request.resumed[entry.key] = tokens
 
     def urge(self, entry: Entry, priority: int) -> None:
-        """Raise the requests that compute this record to ``priority``, as a request of that priority
-        waits."""
+        """Raise the requests that compute this record to ``priority``, that of a waiting request."""
         if entry.resident or priority >= self._least_urgent:
             return
         self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))

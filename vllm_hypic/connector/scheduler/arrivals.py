@@ -108,8 +108,7 @@ class Arrivals:
 
         ``remote_s``: seconds within which another instance should send the record; ``None``: no instance
         sends it.  ``instead``: keys for which the store reports its hits if the record itself is missing
-        there.  A record comes to one place at a time, which may be that of a deleted entry that requests
-        still await.
+        there.  A record comes to one place at a time, maybe that of a deleted, still awaited entry.
         """
         if place.key in self._keys:
             return False
@@ -148,8 +147,7 @@ class Arrivals:
                 self._orders.submit(StopAwaiting(serial))
 
     def give_up_unoffered(self) -> None:
-        """Stop awaiting records that no instance has offered for :data:`PATIENCE_S`, as a request waits for
-        room.
+        """Stop awaiting records not offered for :data:`PATIENCE_S` seconds, as a request waits for room.
 
         The engine computes these records in their places, so that the requests that hold the room continue.
         """
@@ -160,8 +158,7 @@ class Arrivals:
                 self._orders.submit(StopAwaiting(serial, unless_offered=True))
 
     def give_up_unwanted(self, wanted: Set[int]) -> None:
-        """Let the next :meth:`give_up_late` stop awaiting all records but the serials ``wanted``, to free
-        room."""
+        """Let the next :meth:`give_up_late` stop awaiting all serials but ``wanted``, to free room."""
         for serial, arrival in self._arrivals.items():
             if arrival.remote and serial not in wanted:
                 arrival.until = min(arrival.until, 0.0)

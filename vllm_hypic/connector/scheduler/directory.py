@@ -1,5 +1,4 @@
-"""Scheduler side of the public pool: the records with their pages, slots and transition blocks; pins,
-eviction.
+"""Scheduler side of the public pool: records with pages, slots and transition blocks; pins, eviction.
 
 The directory owns no tensor.  Every record goes through ``acquire -> commit | abort``; the directory hands
 out pages, and the worker fills them.  The directory only counts transition blocks: the worker knows which
@@ -115,8 +114,7 @@ class SegmentDirectory:
         return self._entries[key]
 
     def pages_for(self, columns: int) -> int:
-        """Return the number of pages of a record; 0 without full attention: the record is then a state
-        alone."""
+        """Return a record's number of pages; 0 without full attention: the record is a state alone."""
         return -(-columns // self.page_tokens) if self._pages.total else 0
 
     def held_by(self, tenant: str) -> Space:
@@ -177,8 +175,7 @@ class SegmentDirectory:
         return self._victims(need, [*wanted, *(base.key for base in bases.values())])
 
     def space_for(self, need: Need) -> Space:
-        """Return a record's space, before its worker has reported how many transition blocks the record
-        keeps."""
+        """Return a record's space before its worker reports how many transition blocks the record keeps."""
         slots = 2 if need.has_spare else 1
         pages = self.pages_for(need.columns) + slots * self.slots.space.pages
         return Space(pages, slots, slots * need.transition_blocks)
@@ -232,8 +229,7 @@ class SegmentDirectory:
 
     def checkpoint(self, key: SegmentKey, record: Entry, need: Need) -> Entry | None:
         """Reserve and pin a checkpoint of the first ``need.columns`` of ``record``: whole pages, which both
-        share from now on.  ``None``: a record with this key exists, or ``record`` is forgotten, or no room is
-        left."""
+        share from now on.  ``None``: the key has a record, ``record`` is forgotten, or no room is left."""
         if key in self._entries or record.forgotten:
             return None
         space = self.slots.space + Space(transition_blocks=need.transition_blocks)
@@ -314,8 +310,7 @@ class SegmentDirectory:
             self.evictions += 1
 
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
-        """Return records to evict until ``need`` is free, the worst first; ``None``: impossible.  Changes
-        nothing.
+        """Return records to evict for ``need``, the worst first; ``None``: impossible.  Changes nothing.
 
         Kept records come last, and only while no record is held whose release could give room: an admitted
         request must run some day.

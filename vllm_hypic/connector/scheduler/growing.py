@@ -69,8 +69,7 @@ class GrowingDirectory(SegmentDirectory):
 
     def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
         """Complete a growing record, which lookups find as ``key`` from now on, with its first
-        ``need.columns``.  Without a key, or if ``key`` has a record, drop it.  Return whether the record
-        stays."""
+        ``need.columns``.  Without a key, or if ``key`` has a record, drop it.  Return whether it stays."""
         self.release([entry])
         if key is None or need is None or key in self._entries:
             self._drop(entry, evicted=False)

@@ -1,5 +1,4 @@
-"""Islands in linear layers: an island starts from the state before it, and leaves that state unchanged behind
-it.
+"""Islands in linear layers: an island starts from the state before it, which then resumes unchanged.
 
 A request has one state between two passes.  Inside a run it would need two: the island's state and the state
 to restore.  So no pass ends inside a run, and islands are cut into runs where vLLM keeps states for its
@@ -50,8 +49,7 @@ class IslandRuns:
 
 
 def whole_runs(runs: Runs | Sequence[tuple[int, int]], end: int) -> int:
-    """Return the stream index before which a pass must end: ``end``, or the start of the run that it would
-    cut."""
+    """Return the stream index at which a pass must end: ``end``, or the begin of a run that contains it."""
     at = bisect_right(runs, end, key=lambda run: run[0]) - 1
     begin, stop = runs[at] if at >= 0 else (end, end)
     return begin if begin < end < stop else end

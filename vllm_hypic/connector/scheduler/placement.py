@@ -1,5 +1,4 @@
-"""Which checkpoints of a record are kept.  The choice changes the work of later requests, not their
-answers."""
+"""Which checkpoints of a record are kept.  The choice affects later requests' work, not their answers."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class _Placement:
         )
 
     def parts_at(self, segment: CachedSegment) -> Parting:
-        """Return where the segment parts from an earlier one with the same beginning; remember the
-        segment."""
+        """Return where the segment parts from an earlier one with the same begin; remember the segment."""
         ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
         shared = former = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
         if shared > segment.head:
@@ -132,8 +130,7 @@ class PrefixPlacement:
 
     def kept(self, segment: CachedSegment, *, prompts_grow: bool = False) -> frozenset[int]:
         """Return the token counts at which the record, about to be computed, should have checkpoints.
-        ``prompts_grow``: each prompt continues the last one, so that no later prompt needs the last one's
-        end."""
+        ``prompts_grow``: each prompt continues the last one; no prompt needs the last one's end."""
         parts_at, goes_on = self._seen.parts_at(segment)
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
         wanted = set() if prompts_grow and goes_on else {parts_at}

@@ -244,8 +244,7 @@ class Planner:
 
     @property
     def quadratic(self) -> float:
-        """Attention's part in a prefill: the FLOPs of n tokens are in proportion to ``n + quadratic *
-        n^2``."""
+        """Attention's part in a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""
         n = 4096
         once, twice = self._prefill_flops(n), self._prefill_flops(2 * n)
         square = (twice - 2 * once) / (2 * n * n)

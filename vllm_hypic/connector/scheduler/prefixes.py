@@ -87,8 +87,7 @@ class Prefixes:
         return begun
 
     def passed(self, request_id: str, end: int) -> None:
-        """Complete the stretches that a finished pass, which ended before stream index ``end``, has
-        filled."""
+        """Complete the stretches filled by a finished pass that ended before stream index ``end``."""
         request = self._admission.requests.get(request_id)
         if request is None or (own := request.own) is None:
             return

@@ -8,8 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 _Turn = tuple[int, float, int, str]
-"""A priority, a tenant's share, the number of the tenant's first request, and the tenant; the least is
-next."""
+"""A priority, a tenant's share, its first request's number, and the tenant; the least comes first."""
 
 
 class PendingQueue:

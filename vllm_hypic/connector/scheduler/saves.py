@@ -15,8 +15,7 @@ _REMEMBERED = 4096
 
 
 class Saves:
-    """Counts the stored parts of records.  ``ranks``: number of workers; each stores its part of a record
-    once."""
+    """Counts stored parts of records.  ``ranks``: number of workers; each stores its part once."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -24,9 +23,7 @@ class Saves:
         """Number of parts that the store has, by serial number, for records whose parts it has not all."""
 
     def reported(self, saved: Mapping[tuple[int, SegmentKey], int]) -> list[SegmentKey]:
-        """Count the parts that ranks report as stored; return the keys of records that are whole now.
-
-        ``saved``: number of parts by the record's serial number and key."""
+        """Count the parts that ranks report as stored; return the keys of records that are whole now."""
         whole = []
         for (serial, key), parts in saved.items():
             parts += self._parts.pop(serial, 0)

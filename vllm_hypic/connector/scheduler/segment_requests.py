@@ -69,8 +69,7 @@ class Follower:
 class SegmentRequests:
     """Tracks the segment requests of one engine that have not ended.
 
-    ``dummy_token``: placed before segments whose link method has dummies; ``None``: the segment's first
-    token.
+    ``dummy_token``: stands before segments of link methods with dummies; ``None``: the segment's first token.
     """
 
     def __init__(self, dummy_token: int | None) -> None:

@@ -62,8 +62,7 @@ class SchedulerSide:
         """``prefill_flops(tokens)``: FLOPs of a segment's prefill.  ``ranks``: number of workers, each with a
         part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: cuts islands
         for linear layers; ``None`` without linear layers.  ``reads_successors``: some layers read each
-        token's successor, too.  ``keeps_answers``: the engine also captures the tokens behind a prompt's
-        prefix."""
+        token's successor, too.  ``keeps_answers``: the engine captures answers, too."""
         self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
         self.directory = GrowingDirectory.of(config, geometry)
         self.planner = Planner(
@@ -270,8 +269,7 @@ class SchedulerSide:
             self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
     def _count(self, composed: ComposedRequest) -> None:
-        """Count the request's reused and computed tokens, once every record is known to be a hit or a
-        miss."""
+        """Count the request's reused and computed tokens, once no record is undecided."""
         reused = composed.hits.total()
         computed = composed.plan.n_logical - reused
         self.counters.tokens_reused += reused
@@ -305,8 +303,7 @@ class SchedulerSide:
         return None if composed is None else composed.running
 
     def pass_end(self, request_id: str, end: int) -> int:
-        """Return the stream index before which a pass must end, at most ``end``: no pass ends in an
-        island."""
+        """Return the index, at most ``end``, at which a pass over the stream ends: in no island."""
         composed = self.admission.requests.get(request_id)
         return end if composed is None else whole_runs(composed.islands, end)
 
@@ -404,8 +401,7 @@ class SchedulerSide:
 
     def take_unwanted(self) -> list[str]:
         """Return the segment requests whose records no request needs any more; empty if no request ended
-        early since the last call.  Call again after these have ended, as segment requests wait for records,
-        too."""
+        early since the last call.  Call again once these have ended: they wait for records, too."""
         if not self._ended_early:
             return []
         self._ended_early = False
@@ -475,8 +471,7 @@ class SchedulerSide:
                 self._decide(composed, entry.key)
 
     def _decide(self, composed: ComposedRequest, key: SegmentKey) -> None:
-        """Note that a request's record is decided, as a hit or a miss; count the request after the last
-        one."""
+        """Note that a request's record is a hit or a miss; count the request after its last record."""
         composed.undecided.discard(key)
         if not composed.undecided:
             self._count(composed)

@@ -24,8 +24,7 @@ class WorkerView:
         self._geometry = geometry
 
     def slot_mapping(self, entry: Entry) -> np.ndarray:
-        """Return the token slots of the record's K and V, int64 ``[columns]``; zeros without attention
-        layers."""
+        """Return token slots ``[columns]`` int64 of the record's K and V; zeros without attention layers."""
         page = self._geometry.page_tokens
         if not self._geometry.attention:
             return np.zeros(entry.columns, dtype=np.int64)
@@ -33,8 +32,7 @@ class WorkerView:
         return (starts + np.arange(page)).reshape(-1)[: entry.columns]
 
     def place(self, entry: Entry, role: Role, behind: Entry | None = None) -> RecordPlace:
-        """Return the place of a record.  ``behind``: the record whose K and V its first columns already
-        have."""
+        """Return a record's place.  ``behind``: the record whose K and V the place already has."""
         return RecordPlace(
             entry.serial,
             entry.key,
