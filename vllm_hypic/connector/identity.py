@@ -4,8 +4,8 @@ A namespace always holds the settings in :func:`namespace_of`.  A setting in :da
 it differs from an ordinary engine's, so that new entries do not rename the records of ordinary engines.  A
 test checks vLLM's configuration against both, and lists all other fields with reasons.
 
-The last bits of a record do not count: like stock vLLM's KV cache, they depend on machine, kernels,
-compilation and the ends of prefill chunks.
+The last bits of a record do not count: as in stock vLLM's KV cache, machine, kernels, compilation and chunk
+ends of the prefill change them.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
 
 
 def _cache_dtype(value: str, _: VllmConfig) -> object:
-    """Return a quantised type: segments read their own quantised K and V.  The geometry has the records'
-    type."""
+    """Return a quantised type, in which segments read their own K and V; the geometry has the records'."""
     return value if is_quantized_kv_cache(value) else None
 
 

@@ -18,8 +18,7 @@ from .orders import Order
 
 @dataclass
 class HypicMetadata(KVConnectorMetadata):
-    """The scheduler's message of one step: requests that begin, requests that ended, and orders about
-    records."""
+    """The scheduler's message of one step: requests that begin or have ended, and orders about records."""
 
     streams: dict[str, StreamPlan] = field(default_factory=dict)
     captures: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
@@ -28,8 +27,7 @@ class HypicMetadata(KVConnectorMetadata):
     """The new captures of answers, by request, which replace the request's former captures of its answer."""
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
-    """Slots whose records have left: their transition blocks are free.  The worker frees them before any
-    order."""
+    """Slots of records that have left, whose transition blocks the worker frees before any order."""
     taken_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Slots taken since, and the pages of their states."""
     orders: list[Order] = field(default_factory=list)
@@ -90,8 +88,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return any(bool(part) for part in news)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return the sum of two reports.  Ranks hold different heads of a record: the largest number of
-        transition blocks counts."""
+        """Return the sum of two reports, with the most transition blocks: ranks hold different heads."""
         assert isinstance(other, WorkerReport)
         serials = self.transition_blocks.keys() | other.transition_blocks.keys()
         return WorkerReport(

@@ -68,8 +68,7 @@ class StopAwaiting:
 
 @dataclass(frozen=True)
 class DeclineRecord:
-    """Tell the sender of the record ``key`` not to send it, as the pool has or makes the record in
-    ``slot``."""
+    """Tell the sender of record ``key`` not to send it, as the pool has or makes it in ``slot``."""
 
     key: SegmentKey
     slot: int
@@ -121,8 +120,7 @@ class Outcome:
     reason: str = ""
     """The reason for a failure."""
     route: str = ""
-    """Name of the tier that had the record, or ``nixl`` or ``tcp`` for a record that another instance
-    sent."""
+    """Name of the record's tier, or ``nixl`` or ``tcp`` for a record that another instance sent."""
     transition_blocks: int = 0
     """For an arrived record, the number of transition blocks that it keeps in the pool."""
     instead: frozenset[SegmentKey] = frozenset()

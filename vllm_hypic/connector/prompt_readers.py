@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def prompt_readers(vllm_config: VllmConfig) -> Callable[[SamplingParams], bool]:
-    """Return a test whether sampling with given parameters reads the prompt, for an engine's configuration:
-    repetition penalties and reasoning budgets do, and custom logits processors may."""
+    """Return a test whether sampling parameters make an engine read the prompt.  Repetition penalties and
+    reasoning budgets do, and custom logits processors may."""
     if vllm_config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
         return lambda params: True
     return lambda params: params.repetition_penalty != 1.0 or params.thinking_token_budget is not None

@@ -153,8 +153,8 @@ class Answers:
         return (self._plan(request, answer),) if begins else None
 
     def pass_end(self, request_id: str, begin: int, end: int) -> int:
-        """Return the index, at most ``end``, at which a pass with drafts ends: not at a page's end, as states
-        of a draft could not be undone."""
+        """Return the index, at most ``end``, at which a pass with drafts ends.  Such a pass ends no page, as
+        the states of a draft could not be undone."""
         answer = self._answers.get(request_id)
         if answer is None or not answer.grows:
             return end

@@ -29,7 +29,7 @@ PATIENCE_S = 10.0
 
 @dataclass
 class Arrival:
-    """One record on its way, and the ranks' reports about it."""
+    """A record on its way, and the ranks' reports about it."""
 
     key: SegmentKey
     remote: bool

@@ -312,8 +312,8 @@ class SegmentDirectory:
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
         """Return records to evict for ``need``, the worst first; ``None``: impossible.  Changes nothing.
 
-        Kept records come last, and only while no record is held whose release could give room: an admitted
-        request must run some day.
+        Kept records come last, and only while no record is held (a release could give room): admitted
+        requests must run some day.
         """
         victims = Victims(need, self.free)
         if victims.enough:

@@ -67,7 +67,7 @@ class Beginning:
 
 @dataclass(eq=False)
 class Entry:
-    """One record: its place in the pool and its users.  Only the directory writes it.
+    """A record: its place in the pool and its users.  Only the directory writes it.
 
     A key may have several entries: one that lookups find, and forgotten ones that requests still make or use.
     An entry shares ``pages`` with entries that were resumed from it.
@@ -100,7 +100,7 @@ class Entry:
     """The beginning shared with the record from which the entry was resumed; ``None``: the entry was computed
     from its first token on."""
     lent: int = 0
-    """For a growing entry, the number of first pages that count as those of the record it grew from."""
+    """For a growing entry, the number of first pages, which count for the record that it grew from."""
 
     @property
     def space(self) -> Space:

@@ -39,8 +39,8 @@ class GrowingDirectory(SegmentDirectory):
         return self.evictions + int(self._reach * len(self))
 
     def begin_growth(self, record: Entry) -> Entry | None:
-        """Reserve and pin a place for a record that lookups do not find, which shares the pages of ``record``
-        and will :meth:`grow`; return ``None`` without room."""
+        """Reserve and pin an unlisted record that shares the pages of ``record`` and will :meth:`grow`;
+        return ``None`` without room.  Lookups do not find it."""
         victims = self._victims(self.slots.space, [record.key])
         if victims is None:
             return None

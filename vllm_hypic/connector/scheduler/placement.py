@@ -1,4 +1,4 @@
-"""Which checkpoints of a record are kept.  The choice affects later requests' work, not their answers."""
+"""Choice of a record's checkpoints.  The choice affects the work of later requests, not their answers."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class Planner:
         return transfer_of_request(request.extra_args, longest_s=longest_s, shared=self.shared_tiers)
 
     def limits(self) -> PoolLimits:
-        """Return the limits of a request none of whose records are kept."""
+        """Return the limits of a request without kept records."""
         return self._limits(self._unkept.least(self.request_share))
 
     @property
@@ -213,8 +213,8 @@ class Planner:
         )
 
     def need(self, segment: CachedSegment, stop: int | None = None, behind: int = 0) -> Need:
-        """Return the need and the value of a segment's record: at most one transition block per head of every
-        linear layer, and none for a leading segment, as nothing stands before it.
+        """Return the need and the value of a segment's record.  The record needs at most one transition block
+        per head of every linear layer; a leading segment needs none, as no tokens stand before it.
 
         ``stop``: for a checkpoint, the number of the segment's tokens before it; it shares the record's
         pages.  ``behind``: for a prefix, the number of first tokens that another record shares; only later

@@ -3,10 +3,10 @@
     tokens    [ checkpoint that is here | stretch 1 | stretch 2 | rest ] generated ...
     request     composed                  computed                       as usual
 
-The prompt needs no segment request: it resumes from the last checkpoint in the pool, and its own prefill
-fills the record, in stretches that end where checkpoints are kept.  Other requests find a stretch's
-checkpoint once a pass has run beyond the stretch's end.  Passes may end anywhere.  If the pool has the record
-already, the prompt is composed of it and captures nothing.
+The prompt needs no segment request: it resumes from the last checkpoint in the pool.  Its own prefill fills
+the record, in stretches that end at kept checkpoints.  Other requests find a stretch's checkpoint once a pass
+has run beyond the stretch's end.  Passes may end anywhere.  If the pool has the record already, the prompt is
+composed of the record and captures nothing.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Prefixes:
         return own.first
 
     def _own(self, plan: PromptPlan, segment: CachedSegment, entry: Entry) -> OwnPrefix:
-        """Return the stretches behind the last checkpoint in the pool; reserve places for later checkpoints
-        that the placement keeps, as far as the pool has room."""
+        """Return the stretches behind the last checkpoint in the pool; reserve places for later checkpoints,
+        as far as the placement keeps them and the pool has room."""
         directory, kept = self._directory, self._placement.kept(segment, prompts_grow=self._ends.likely)
         at = base = None
         if (found := directory.deepest(segment.checkpoints, entry.base)) is not None:

@@ -73,8 +73,8 @@ class Retention:
         return bool(self._orders or self._gone())
 
     def order_late_deletes(self) -> None:
-        """Delete dropped records from the store again, once they have left the pool: a record that was made
-        or used when it was dropped may have reached the store later.  Records requested again stay there."""
+        """Delete dropped records from the store again, once they have left the pool.  A record in use when it
+        was dropped may have reached the store later.  Records requested again stay there."""
         for serial in self._gone():
             key = self._dropping.pop(serial)
             if self._directory.lookup(key) is Lookup.MISS:
@@ -104,7 +104,7 @@ class Retention:
 
     def absorb(self, stats: StoreStats) -> None:
         """Add the store's counts since its last report."""
-        self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have those
+        self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have the latencies
 
     def store_stats(self) -> dict[str, dict[str, float]]:
         """Return each tier's numbers: counts since the start, and last reported levels; empty without a store

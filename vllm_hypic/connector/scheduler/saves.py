@@ -20,7 +20,7 @@ class Saves:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._parts: OrderedDict[int, int] = OrderedDict()
-        """Number of parts that the store has, by serial number, for records whose parts it has not all."""
+        """Number of stored parts, by serial number, for records with missing parts."""
 
     def reported(self, saved: Mapping[tuple[int, SegmentKey], int]) -> list[SegmentKey]:
         """Count the parts that ranks report as stored; return the keys of records that are whole now."""

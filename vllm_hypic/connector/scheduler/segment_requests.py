@@ -28,8 +28,8 @@ class SegmentRequest:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """The work of a segment request: it computes a stretch of the record of ``segment``, at the place
-    ``entry``, behind the record ``context`` if the segment has a context."""
+    """The work of a segment request: the stretch that it computes for the record of ``segment``.  ``entry``:
+    the record's place; ``context``: the record of the segment's context, if any."""
 
     segment: CachedSegment
     entry: Entry

@@ -1,11 +1,11 @@
 """Shared columns: the store keeps K and V that several records share once, with one of these records.
 
 conversation   turn 1: the whole record      turn 2: its own columns, based on the record of turn 1      ...
-checkpoint     states alone, based on the record of the same computation, or a record resumed from it
+checkpoint     states alone, based on the record made with it, or on a record resumed from it
 
 Records of segments are always stored whole, as users pin and delete each of them alone.  The store gets the
-checkpoints that requests are likely to need: a segment's last one (the segment may grow), the point where a
-request parted from a record, and the checkpoints that a prefix keeps.  For the scheduler's thread only.
+checkpoints that requests are likely to need.  These are a segment's last one (the segment may grow), points
+where a request parted from a record, and the checkpoints that a prefix keeps.  Scheduler's thread only.
 """
 
 from __future__ import annotations

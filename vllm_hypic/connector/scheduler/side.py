@@ -1,8 +1,8 @@
 """Scheduler half: admits requests, keeps the directory, and decides which requests may run.
 
 Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit` (tokens become the stream) ->
-:meth:`~SchedulerSide.pump` (pins its records, has the missing ones fetched, awaited or computed) ->
-:meth:`~SchedulerSide.ready` -> :meth:`~SchedulerSide.stream_plan` on its first step ->
+:meth:`~SchedulerSide.pump` (pins its records; fetches, awaits or computes the missing ones) ->
+:meth:`~SchedulerSide.ready` -> :meth:`.RequestViews.stream_plan` on its first step ->
 :meth:`~SchedulerSide.finished` (unpin).
 """
 
@@ -160,8 +160,8 @@ class SchedulerSide:
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments if len(s.parts) > 1)
 
     def pump(self) -> list[SegmentRequest]:
-        """Give waiting requests room, have their missing records fetched or awaited, and list the segments to
-        compute."""
+        """Give waiting requests room, start to fetch or await their missing records, and return requests for
+        the segments to compute."""
         self._news = False
         self.retention.drop_expired()
         self.arrivals.give_up_late()
@@ -286,8 +286,8 @@ class SchedulerSide:
 
     @property
     def only_arrivals_matter(self) -> bool:
-        """Whether, of all records, only arriving ones require the next step: no record is on its way to other
-        instances, or may be on its way to tiers."""
+        """Whether arriving records alone require the next step: no record is, or may be, on its way to other
+        instances or tiers."""
         return not (self._deliveries or self.config.store.tiers)
 
     def is_internal(self, request_id: str) -> bool:
@@ -401,7 +401,7 @@ class SchedulerSide:
 
     def take_unwanted(self) -> list[str]:
         """Return the segment requests whose records no request needs any more; empty if no request ended
-        early since the last call.  Call again once these have ended: they wait for records, too."""
+        early since the last call.  Call again after these end: segment requests wait for records, too."""
         if not self._ended_early:
             return []
         self._ended_early = False

@@ -42,8 +42,8 @@ class Slots:
         self._taken.pop(slot, None)
 
     def take_news(self) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-        """Return the slots freed since the last call, and the state pages of slots taken since and still in
-        use, by slot (empty if states have a memory of their own)."""
+        """Return the slots freed since the last call, and the state pages, by slot, of slots taken since and
+        still in use.  The latter is empty if states have a memory of their own."""
         news = self._dropped, self._taken
         self._dropped, self._taken = [], {}
         return news

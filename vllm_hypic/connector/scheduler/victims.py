@@ -28,8 +28,8 @@ class Victims:
     def choose(self, able: Iterable[Entry], pages: Pages) -> None:
         """Collect records of ``able``, the first ones first, until enough space is free.
 
-        Records that free nothing of the lacking kind of space come last: if pages lack, for example, records
-        that share all their pages with other records.
+        Records that free nothing of the lacking kind of space come last; for example, if pages lack, records
+        that share all their pages.
         """
         passed = []
         for entry in able:

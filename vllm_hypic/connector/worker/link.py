@@ -30,8 +30,7 @@ class RecordLink(ABC):
 
     @abstractmethod
     def advance(self) -> None:
-        """Copy records out of the pool and check deadlines, after the forward pass has ended or was
-        launched."""
+        """Copy records out of the pool and check deadlines, after the forward pass ended or was launched."""
 
     def get_finished(self) -> list[Outcome]:
         """Return the outcomes of orders that ended since the last call, each once."""

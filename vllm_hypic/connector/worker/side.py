@@ -50,8 +50,8 @@ class WorkerSide:
     """Manages one worker's live plans and pool, and the links that move records into and out of the pool.
 
     ``open_links``: called with the allocated pool and its record mover, if the configuration has a store or
-    other instances.  Links work in the sequence that it returns: a link that gives orders to the store's link
-    comes before that link.
+    other instances.  Links work in the sequence that it returns: links whose outcomes lead to saves or
+    fetches come before the store's link.
     """
 
     def __init__(
@@ -77,8 +77,7 @@ class WorkerSide:
         self._was_unfinished = False
 
     def start(self, device: torch.device) -> HypicRuntime:
-        """Allocate the pool on ``device``, and return it as a runtime.  Called once, after vLLM's own KV
-        cache."""
+        """Allocate the pool on ``device`` and return its runtime.  Called once, after vLLM's own KV cache."""
         self.device = device
         self._copies = side_stream_of(device)
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
@@ -206,8 +205,7 @@ class WorkerSide:
         self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray
     ) -> Decoding | None:
         """Return the coming pass as decoding if all its requests generate one token and none captures; else
-        ``None``.  While the same requests continue, the last pass's object is reused without a look at
-        each."""
+        ``None``.  While the same requests continue, the last pass's object is reused."""
         if not self._streams or self._captures or not (scheduled == 1).all():
             self._decoding = None
         elif self._decoding is None or not self._decoding.goes_on(request_ids, computed):
@@ -235,7 +233,7 @@ class WorkerSide:
         """End the forward pass: records that it completed free spare transition blocks and go to the store.
 
         On a device that runs behind the host, the pass is only launched, and the records are those of the
-        pass before: one call later on every rank, so that the ranks report a record together.
+        pass before.  Every rank settles them one call later, so that the ranks report a record together.
         """
         if self.runtime is not None:
             due, self._settling = self._settling, []

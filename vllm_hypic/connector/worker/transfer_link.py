@@ -63,7 +63,7 @@ class TransferLink(RecordLink):
         self._sent: dict[int, PushRecord] = {}
         """Orders whose records the sender has, by the sender's ticket."""
         self._settled: dict[int, ObjectName] = {}
-        """Names of records that the receiver reports as present to senders, by slot."""
+        """Names of records that the receiver tells senders not to send, by slot."""
 
     def drop(self, slots: Collection[int]) -> None:
         self._poll()
