@@ -1,8 +1,8 @@
-"""vLLM's ``MultiConnector`` with ours as the first: the others see plain requests alone.
+"""vLLM's ``MultiConnector`` with the plugin's connector first: all other connectors see plain requests alone.
 
-What vLLM knows as a composed request's tokens is its stream, and what its blocks hold depends on records; a
-segment request is computed alone.  Neither begins any prompt.  So connectors that know blocks by the tokens
-before them (offloading, LMCache, a split of prefill and decode) are never told of these requests.
+vLLM takes a composed request's stream for its tokens, and the request's blocks depend on records; a segment
+request computes one segment alone.  Neither token sequence begins a prompt.  So these requests are hidden
+from connectors that name blocks by the tokens before them (offloading, LMCache, split prefill and decode).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class MultiConnector(multi_connector.MultiConnector):
-    """Has vLLM's name, by which vLLM asks what the connectors of several support."""
+    """Hides composed and segment requests from all connectors but the plugin's.
+
+    The class has vLLM's name, as vLLM checks by this name which features several connectors support."""
 
     _extra_async_saves: dict[str, int]
 
@@ -35,7 +37,7 @@ class MultiConnector(multi_connector.MultiConnector):
         assert isinstance(own, HypicConnector)
         self.own: HypicConnector = own
         self._hidden: set[str] = set()
-        """Requests that the others are not told of, until a step has said that they are over."""
+        """Requests hidden from all other connectors, until a step reports their end."""
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -98,14 +100,14 @@ class MultiConnector(multi_connector.MultiConnector):
 
 
 def own_connector(connector: object) -> HypicConnector | None:
-    """Ours in an engine's connector, of one role; ``None``: it is not there."""
+    """Return the plugin's connector in an engine's connector, for one role; ``None`` without it."""
     if isinstance(connector, MultiConnector):
         return connector.own
     return connector if isinstance(connector, HypicConnector) else None
 
 
 def own_metadata(metadata: object) -> HypicMetadata:
-    """Ours in a step's metadata of an engine's connector."""
+    """Return the plugin's part of a step's metadata of an engine's connector."""
     if isinstance(metadata, MultiKVConnectorMetadata):
         metadata = metadata.metadata[0]
     assert isinstance(metadata, HypicMetadata)
@@ -113,7 +115,7 @@ def own_metadata(metadata: object) -> HypicMetadata:
 
 
 def _without(output: SchedulerOutput, hidden: Set[str]) -> SchedulerOutput:
-    """What a scheduler would have said of the other requests alone."""
+    """Return the output that a scheduler would have made without the ``hidden`` requests."""
     if not hidden:
         return output
 

@@ -1,4 +1,4 @@
-"""Builds the two halves from vLLM's configuration."""
+"""Builds the connector's two halves from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ logger = init_logger("vllm.hypic.connector")
 
 
 def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PoolGeometry:
-    """The pool's geometry, of all pipeline stages: the same wherever it is asked for."""
+    """Return the pool's geometry for all pipeline stages, the same in every process."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
 
@@ -57,14 +57,14 @@ def geometry_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Pool
         config,
         quantised_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype),
         conv_dim_first=is_conv_state_dim_first(),
-        # On CPU what is behind a draft has a slot of its own (``backends/linear/drafted.py``).
+        # On CPU the states behind a draft have slots of their own (``backends/linear/drafted.py``).
         draft_rows=0 if on_cpu else vllm_config.num_speculative_tokens,
         states_in_pages=on_cpu and config.prefix == "sparse",
     )
 
 
 def primitive_ids_of(vllm_config: VllmConfig, config: HypicConfig) -> PrimitiveIds:
-    """Ids of separator, PDep and padding: configured, or asked of the tokenizer."""
+    """Return the ids of separator, PDep and padding, from the configuration or the tokenizer."""
     if config.token_ids is not None:
         return config.token_ids
     tokenizer = _tokenizer(vllm_config)
@@ -91,7 +91,7 @@ def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningT
 
 
 def _tokenizer(vllm_config: VllmConfig) -> Any:
-    """The model's tokenizer; ``None`` with ``skip_tokenizer_init``."""
+    """Return the model's tokenizer; ``None`` with ``skip_tokenizer_init``."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
@@ -118,9 +118,9 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 
 
 def _keeps_answers(vllm_config: VllmConfig, config: HypicConfig) -> bool:
-    """Whether prefixes grow with what follows them.  A model that drafts runs its layers on what may be taken
-    back, with several stages passes are on their way of which it is not known what they run, and on GPUs a
-    pass that captures something replays no full graph."""
+    """Whether prefixes grow with the tokens behind them.  Not with a drafting model, whose layers run on
+    tokens that may be rejected.  Not with several stages, where passes in flight have unknown tokens.  Not on
+    GPUs, where a pass with captures replays no full graph."""
     if config.prefix == "stock":
         return False
     if vllm_config.speculative_config is not None and not looks_drafts_up(vllm_config):
@@ -138,7 +138,7 @@ def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Isl
 
 
 def warn_of_little_room(side: SchedulerSide) -> None:
-    """Log where a segment of the usual length is too long for what one request may take of the pool."""
+    """Log a warning if a segment of the expected length exceeds one request's share of the pool."""
     geometry, tokens = side.geometry, side.config.expected_segment_tokens
     needed = side.directory.space_for(Need(tokens, geometry.record_transition_blocks))
     most = side.planner.request_share
@@ -207,7 +207,7 @@ def _open_transfer(config: SegmentParallelConfig, codec: RecordCodec) -> Transfe
     from ..segment_parallel.sender import Sender
 
     namespace, secret = codec.namespace.digest, Secret.read(config.secret_file)
-    Permits.read(config.secret_file)  # what is wrong with it ends the start, not the first request
+    Permits.read(config.secret_file)  # a wrong file should fail the start, not the first request
     exporter, puller = open_nixl(config) if config.transport == "nixl" else (None, None)
     listen, events = Address.parse(config.listen), Address.parse(config.events)
     if listen.port < events.port < listen.port + codec.part.world:

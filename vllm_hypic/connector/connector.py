@@ -1,4 +1,4 @@
-"""The facade that vLLM calls: picks its half once and forwards.  No logic here."""
+"""The facade that vLLM calls: it builds the half of its role and forwards calls.  It holds no logic."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.scheduler is None or (counters := self.scheduler.take_counters()) == self._told:
-            return None  # asked for in every step, most of which decode
+            return None  # vLLM asks in every step, and most decode steps change nothing
         self._told = counters.levels()
         return HypicStats.of(counters)
 

@@ -1,11 +1,11 @@
-"""What of an engine's configuration determines the bytes of its records: the one place that says so.
+"""The settings of an engine that determine the bytes of its records; no other module decides this.
 
-A namespace always holds what :func:`namespace_of` names.  What :data:`NON_DEFAULT` lists joins it only where
-it is not as in an ordinary engine, so that new entries leave the records of ordinary ones where they are.
-All other fields are listed with their reasons beside the test that holds vLLM's configuration against both.
+A namespace always holds the settings in :func:`namespace_of`.  A setting in :data:`NON_DEFAULT` joins only if
+it differs from an ordinary engine's, so that new entries do not rename the records of ordinary engines.  A
+test checks vLLM's configuration against both, and lists all other fields with reasons.
 
-The last bits of a record do not count: they depend on the machine, kernels, compilation and on where prefill
-chunks end, as those of stock vLLM's KV cache do.
+The last bits of a record do not count: as in stock vLLM's KV cache, machine, kernels, compilation and chunk
+ends of the prefill change them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Rule = Callable[[Any, "VllmConfig"], object]
-"""From a field's value to what is told of it; ``None``: it is as in an ordinary engine."""
+"""Maps a field's value to its entry in the namespace; ``None``: the field is as in an ordinary engine."""
 
 
 def _unless(ordinary: object) -> Rule:
@@ -36,11 +36,11 @@ def _unless(ordinary: object) -> Rule:
 
 
 def _overrides(value: Any, vllm_config: VllmConfig) -> object:
-    """A function has no name that lasts: what it made of the configuration is told."""
+    """Return the overrides; for a function, which has no lasting name, the configuration that it made."""
     if not callable(value):
         return value or None
     made = vllm_config.model_config.hf_config.to_dict()
-    # The library's version, where the files are, and what vLLM changes when weights are loaded.
+    # The library's version, the files' path, and a field that vLLM changes when it loads weights.
     for name in ("transformers_version", "_name_or_path", "tie_word_embeddings"):
         made.pop(name, None)
     return made
@@ -51,19 +51,20 @@ def _config_path(value: str | None, vllm_config: VllmConfig) -> object:
 
 
 def _max_model_len(value: int, vllm_config: VllmConfig) -> object:
-    """LongRoPE takes its long factors for every token where the engine's context is long."""
+    """Return the context length for LongRoPE, whose long factors apply to every token in a long context."""
     return value if "longrope" in json.dumps(_rope(vllm_config), default=str) else None
 
 
 def _cache_dtype(value: str, _: VllmConfig) -> object:
-    """What records make of it is told by the geometry; what segments see of themselves is here."""
+    """Return a quantised type, in which segments read their own K and V; the geometry has the records'."""
     return value if is_quantized_kv_cache(value) else None
 
 
 def _ssm_dtype(value: str, vllm_config: VllmConfig) -> object:
-    """States pass through vLLM's cache between chunks; what records keep of them is an option of ours.
+    """Return the type of states in vLLM's cache, through which they pass between chunks; ``None``: float32.
 
-    ``auto`` is float32 on CPUs with AVX512-BF16, where vLLM says so, and the convolution's type elsewhere.
+    A plugin option sets the records' type.  ``auto`` is float32 on CPUs with AVX512-BF16, where vLLM sets it,
+    and the convolution's type elsewhere.
     """
     model = vllm_config.model_config
     if value == "auto":
@@ -77,8 +78,8 @@ def _lora_dtype(value: object, vllm_config: VllmConfig) -> object:
 
 
 def _images(value: Any, vllm_config: VllmConfig) -> object:
-    """What images become on their way to the model.  A digest of what one shows, and of what its request says
-    of the way, stands in a record's key; this is what the engine says."""
+    """Return the engine's settings that change images on their way to the model.  A record's key has a digest
+    of the image and of its request's settings."""
     if value is None:
         return None
     model = vllm_config.model_config
@@ -97,12 +98,12 @@ IMAGES: Mapping[str, object] = {
     "video_pruning_rate": None,
     "video_pruning_method": "evs",
 }
-"""Fields of vLLM's ``MultiModalConfig`` that are told where they are not ordinary, and their ordinary values.
-Others say how inputs travel, where they are kept, and which kernels run."""
+"""Fields of vLLM's ``MultiModalConfig`` that join the namespace if not ordinary, and their ordinary values.
+All other fields set how inputs travel, where they are kept, and which kernels run."""
 
 
 def _drafting(value: Any, vllm_config: VllmConfig) -> object:
-    """Records hold what a model that drafts reads, too."""
+    """Return the identity of a drafting model, as records also hold K and V for it; else ``None``."""
     if value is None or value.method not in BY_A_MODEL:
         return None
     model = value.draft_model_config
@@ -111,12 +112,12 @@ def _drafting(value: Any, vllm_config: VllmConfig) -> object:
 
 
 def _load_strategy(value: str | None, _: VllmConfig) -> object:
-    """The others only say how files are read."""
+    """Return the one strategy that changes weights; all other strategies only set how files are read."""
     return value if value == "torchao" else None
 
 
 def _additional(value: Any, _: VllmConfig) -> object:
-    """Options of platforms' plugins; our own are those of :data:`NON_DEFAULT_OPTIONS`."""
+    """Return options of platform plugins; :data:`NON_DEFAULT_OPTIONS` has this plugin's options."""
     if not isinstance(value, Mapping):
         return value.compute_hash()
     return {name: one for name, one in value.items() if name != SECTION} or None
@@ -158,7 +159,7 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
         "enable_stochastic_rounding": _unless(False),
         "stochastic_rounding_philox_rounds": _unless(0),
     },
-    # Some quantise activations, or weights once more.
+    # Some backends quantise activations, or weights once more.
     "kernel_config": {
         "moe_backend": _unless("auto"),
         "linear_backend": _unless("auto"),
@@ -166,15 +167,15 @@ NON_DEFAULT: Mapping[str, Mapping[str, Rule]] = {
     },
     "vllm_config": {"additional_config": _additional, "speculative_config": _drafting},
 }
-"""Fields that are told where they are not ordinary, by the part of ``VllmConfig`` that has them."""
+"""Fields that join the namespace if they are not ordinary, by the part of ``VllmConfig`` that has them."""
 
 NON_DEFAULT_OPTIONS = {"dummy_token": None, "state_dtype": "float32"}
-"""The plugin's own options that are told, and their ordinary values; ``dead_transition`` always is.  Others
-say where records are, or stand in a record's key."""
+"""The plugin's options that join the namespace if not ordinary, and their ordinary values;
+``dead_transition`` always joins.  All other options set where records are, or are in a record's key."""
 
 
 def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
-    """Everything of the engine that changes a record's bytes."""
+    """Return the namespace of all settings of the engine that change a record's bytes."""
     model, text = vllm_config.model_config, vllm_config.model_config.hf_text_config
     return Namespace.from_config(
         {
@@ -195,7 +196,7 @@ def namespace_of(vllm_config: VllmConfig, geometry: PoolGeometry) -> Namespace:
 
 
 def non_default(vllm_config: VllmConfig) -> dict[str, object]:
-    """What is not as in an ordinary engine, by ``part.field``."""
+    """Return the settings that differ from an ordinary engine's, by ``part.field``."""
     found: dict[str, object] = {}
     for part, rules in NON_DEFAULT.items():
         config = vllm_config if part == "vllm_config" else getattr(vllm_config, part)
@@ -215,6 +216,6 @@ def _rope(vllm_config: VllmConfig) -> object:
 
 
 def _plain(value: Any) -> object:
-    """The same text in every process: no object's address."""
+    """Return a value with the same text in every process, without addresses of objects."""
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return dataclasses.asdict(value) if is_instance else value

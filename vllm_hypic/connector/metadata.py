@@ -1,4 +1,4 @@
-"""What travels between scheduler and worker in a step.  Plain numpy: cheap to pickle."""
+"""Messages between scheduler and worker in a step.  Plain numpy arrays are cheap to pickle."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from .orders import Order
 
 @dataclass
 class HypicMetadata(KVConnectorMetadata):
-    """One step: requests that begin here, those that are over, and orders about records."""
+    """The scheduler's message of one step: requests that begin or have ended, and orders about records."""
 
     streams: dict[str, StreamPlan] = field(default_factory=dict)
     captures: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
-    """What each of them captures, in the order of its tokens."""
+    """The captures of each beginning request, in the order of its tokens."""
     grown: dict[str, tuple[CapturePlan, ...]] = field(default_factory=dict)
-    """Requests that capture what they generate, and what they do now in place of what they did of it."""
+    """The new captures of answers, by request, which replace the request's former captures of its answer."""
     finished: set[str] = field(default_factory=set)
     dropped_slots: list[int] = field(default_factory=list)
-    """Slots whose records are gone: their transition blocks are free.  Before all orders."""
+    """Slots of records that have left, whose transition blocks the worker frees before any order."""
     taken_slots: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Slots that have been taken since, and the pages that their states lie in."""
+    """Slots taken since, and the pages of their states."""
     orders: list[Order] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class LoadCount:
-    """How many ranks have got their part of a record, and how many could not."""
+    """Number of ranks that received their part of a record (``taken``), or could not (``missed``)."""
 
     taken: int = 0
     missed: int = 0
     route: str = ""
-    """Name of the tier that had it, or how it came from another instance; as one rank says."""
+    """Name of the tier that had the record, or transport from another instance; as one rank reports it."""
     transition_blocks: int = 0
-    """Transition blocks that the fullest of these ranks keeps."""
+    """The most transition blocks that one of these ranks keeps."""
     instead: frozenset[SegmentKey] | None = None
-    """Records that all ranks whose part was missed have in their tiers; ``None``: none was missed."""
+    """Keys that the tiers of all ranks with a missed part have; ``None`` without a missed part."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
         return LoadCount(
@@ -64,31 +64,31 @@ def _in_both(
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """A step's news from the worker, and the sum of all ranks' news: what the scheduler half gets."""
+    """A worker's report of a step, or the sum of all ranks' reports, which the scheduler half gets."""
 
     transition_blocks: dict[int, int] = field(default_factory=dict)
-    """Transition blocks that each captured record keeps, by the record's number."""
+    """Number of transition blocks that each captured record keeps, by the record's serial number."""
     loads: dict[int, LoadCount] = field(default_factory=dict)
-    """Fetched and awaited records whose orders ended, by number."""
+    """Results of ended fetch and await orders, by the record's serial number."""
     at_store: set[int] = field(default_factory=set)
-    """Numbers of awaited records that are in a shared tier: the store fetches them now."""
+    """Serial numbers of awaited records in a shared tier, from which the store now fetches them."""
     saved: dict[tuple[int, SegmentKey], int] = field(default_factory=dict)
-    """Records that the store was handed, by number and key: how many ranks' parts."""
+    """Number of ranks' parts that the store has got, by the record's serial number and key."""
     pushed: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Push orders that ended, by number: of each rank why its part was not delivered, or nothing."""
+    """Ended push orders, by order number: each rank's reason for a failed delivery, or an empty string."""
     store: StoreStats | None = None
-    """What the store counted since the last report, and its levels now."""
+    """The store's counts since the last report, and its present levels."""
     unfinished: int = 0
-    """Records that the worker is copying: it must be stepped although no request runs."""
+    """Number of records that the worker is copying, which takes steps even when no request runs."""
 
     @property
     def has_news(self) -> bool:
-        """Whether it says anything but how much is unfinished."""
+        """Whether the report has anything but ``unfinished``."""
         news = (self.transition_blocks, self.loads, self.at_store, self.saved, self.pushed, self.store)
         return any(bool(part) for part in news)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Ranks hold different heads of a record: the scheduler counts what the fullest needs."""
+        """Return the sum of two reports, with the most transition blocks: ranks hold different heads."""
         assert isinstance(other, WorkerReport)
         serials = self.transition_blocks.keys() | other.transition_blocks.keys()
         return WorkerReport(

@@ -1,6 +1,6 @@
-"""Names and sentences of the metrics ``vllm:hypic_*``, which ``tools/reference.py`` puts on their page.
+"""Names and descriptions of the metrics ``vllm:hypic_*``; ``tools/reference.py`` writes their page.
 
-Imports no vLLM.
+This module imports no vLLM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GAUGES = {
     "waiting": "Requests that wait for records.",
 }
 MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separators", "prefix")
-"""How segments were found: by the modes, named by their tokens, by separators; or a prefix is the only."""
+"""Ways to find segments: ``segment`` modes, names by tokens, separators; or a prefix is the only segment."""
 MODE_COUNTERS = {
     "requests": "Requests with segments.",
     "tokens_reused": "Prompt tokens of these requests read from records.",

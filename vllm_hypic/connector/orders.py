@@ -1,7 +1,7 @@
-"""Orders of the scheduler half to the workers' links, and how they end.
+"""Orders of the scheduler half to the workers' links, and their outcomes.
 
-Orders travel in a step's metadata, in the order in which they came up; :class:`SaveRecord` is given by the
-worker itself.  One that moves a record ends in one :class:`Outcome`, the others are simply carried out.
+Orders travel in a step's metadata, in the sequence in which they came up; the worker, too, may give a
+:class:`SaveRecord`.  An order that moves a record ends in one :class:`Outcome`; other orders have none.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from ..pool.plans import RecordPlace
 from ..primitives.keys import SegmentKey
 
 OUTDATED = "the caches were emptied meanwhile: the record may be of outdated weights"
-"""Why a record is not delivered."""
+"""A reason for a failed delivery."""
 NIXL = "nixl"
 """Route of a record that another instance sent over NIXL."""
 
 
 @dataclass(frozen=True)
 class FetchRecord:
-    """Read a record from the store's tiers into the pool, where ``place`` is reserved for it.
+    """Read a record from the store's tiers into its reserved ``place`` in the pool.
 
-    Where no tier has it, its outcome says which of the records ``instead`` one has.
+    If no tier has the record, the outcome names the records of ``instead`` that a tier has.
     """
 
     place: RecordPlace
@@ -31,15 +31,15 @@ class FetchRecord:
 
 @dataclass(frozen=True)
 class AwaitRecord:
-    """Take a record from whichever instance sends it into the pool, where ``place`` is reserved for it."""
+    """Take a record from any instance that sends it into its reserved ``place`` in the pool."""
 
     place: RecordPlace
 
 
 @dataclass(frozen=True)
 class PushRecord:
-    """Have the complete record in ``place`` at ``destination`` within ``deadline_s``: at another instance
-    (``tcp://HOST:PORT``), or in a tier that is shared with it (``tier:IDENTITY``).  ``number`` names the
+    """Bring the complete record in ``place`` to ``destination`` within ``deadline_s`` seconds: to another
+    instance (``tcp://HOST:PORT``), or into a tier shared with it (``tier:IDENTITY``).  ``number`` names the
     order in reports."""
 
     number: int
@@ -57,9 +57,9 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class StopAwaiting:
-    """Nobody waits for the awaited record numbered ``serial`` any more: it counts as missed.
+    """Stop awaiting the record numbered ``serial``, for which no request waits any more: it counts as missed.
 
-    ``unless_offered``: only if no instance has it ready to be sent; else nothing happens.
+    ``unless_offered``: only if no instance has the record ready to send; otherwise nothing happens.
     """
 
     serial: int
@@ -68,15 +68,14 @@ class StopAwaiting:
 
 @dataclass(frozen=True)
 class DeclineRecord:
-    """The record ``key`` was said to come, and is in the pool already or being made there, in ``slot``:
-    whoever sends it is told so."""
+    """Tell the sender of record ``key`` not to send it, as the pool has or makes it in ``slot``."""
 
     key: SegmentKey
     slot: int
 
 
 class StoreAction(Enum):
-    """What the store is to do with a record."""
+    """An action of the store on a record."""
 
     DELETE = "delete"
     PIN = "pin"
@@ -86,7 +85,7 @@ class StoreAction(Enum):
 
 @dataclass(frozen=True)
 class StoreOrder:
-    """What the store is to do with the record ``key``; ``at``, for EXPIRE, is Unix time, ``None``: never."""
+    """Carry out an action on the stored record ``key``; ``at``, for EXPIRE, is Unix time, ``None``: never."""
 
     action: StoreAction
     key: SegmentKey
@@ -95,8 +94,8 @@ class StoreOrder:
 
 @dataclass(frozen=True)
 class ClearCaches:
-    """Forget every record, in all tiers; what is made for requests that run goes there no more, nor to other
-    instances.  The weights may have changed: names made from now on are others."""
+    """Forget every record in all tiers, as the weights may have changed.  Records made for running requests
+    no longer go to tiers or other instances.  Records made later have other names."""
 
 
 MovingOrder = FetchRecord | AwaitRecord | PushRecord | SaveRecord
@@ -104,12 +103,12 @@ Order = MovingOrder | StopAwaiting | DeclineRecord | StoreOrder | ClearCaches
 
 
 class Result(Enum):
-    """How an order ends that moves a record."""
+    """The result of an order that moves a record."""
 
     DONE = "done"
     FAILED = "failed"
     IN_SHARED_TIER = "in shared tier"
-    """The awaited record was left in a tier that is shared with its maker: it is to be fetched from there."""
+    """The maker left the awaited record in a shared tier, from which it must be fetched."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +118,17 @@ class Outcome:
     order: MovingOrder
     result: Result
     reason: str = ""
-    """Why it failed."""
+    """The reason for a failure."""
     route: str = ""
-    """Name of the tier that had the record, or ``nixl`` or ``tcp`` for one that another instance sent."""
+    """Name of the record's tier, or ``nixl`` or ``tcp`` for a record that another instance sent."""
     transition_blocks: int = 0
-    """Transition blocks that the record keeps in the pool; of records that arrived."""
+    """For an arrived record, the number of transition blocks that it keeps in the pool."""
     instead: frozenset[SegmentKey] = frozenset()
-    """Where the record was not fetched: which of the order's ``instead`` the store has."""
+    """For a failed fetch, the keys of the order's ``instead`` that the store has."""
 
 
 class OrderQueue:
-    """Orders that came up since the last step, oldest first.  Used by the scheduler's thread."""
+    """Orders that came up since the last step, oldest first.  For the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._orders: list[Order] = []
@@ -138,10 +137,10 @@ class OrderQueue:
         return len(self._orders)
 
     def submit(self, order: Order) -> None:
-        """The order goes to the workers with the next step."""
+        """Send the order to the workers with the next step."""
         self._orders.append(order)
 
     def take(self) -> list[Order]:
-        """Empty the queue."""
+        """Empty the queue and return its orders."""
         orders, self._orders = self._orders, []
         return orders

@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler says of each request's tokens."""
+"""The tokens of each request in a step of vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def passes(scheduled: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
-    """The requests of a pass, and the range ``[begin, end)`` of their tokens that it runs."""
+    """Yield the requests of a pass, each with the range ``[begin, end)`` of its tokens in the pass."""
     cached = scheduled.scheduled_cached_reqs
     begins = [(new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
     for request_id, begin in [*begins, *zip(cached.req_ids, cached.num_computed_tokens, strict=True)]:

@@ -1,4 +1,4 @@
-"""Which requests' sampling looks at the prompt."""
+"""Detection of requests whose sampling reads the prompt."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def prompt_readers(vllm_config: VllmConfig) -> Callable[[SamplingParams], bool]:
-    """Whether sampling with some parameters does, in an engine with this configuration: repetition penalties
-    and budgets of reasoning do, and logits processors of others may."""
+    """Return a test whether sampling parameters make an engine read the prompt.  Repetition penalties and
+    reasoning budgets do, and custom logits processors may."""
     if vllm_config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
         return lambda params: True
     return lambda params: params.repetition_penalty != 1.0 or params.thinking_token_budget is not None

@@ -26,7 +26,7 @@ from .metrics import (
 
 @dataclass
 class HypicCounters:
-    """Counts since the last report, then (from ``pool_bytes_used`` on) present levels."""
+    """Counts since the last report, and present levels (``pool_bytes_used`` to ``waiting``)."""
 
     requests: int = 0
     segments_queried: int = 0
@@ -52,10 +52,10 @@ class HypicCounters:
     waiting: int = 0
     store: StoreStats | None = None
     by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Counts since the last report, by how segments were found."""
+    """Counts since the last report, by the way in which segments were found."""
 
     def levels(self) -> HypicCounters:
-        """The present levels alone: what the next report is when nothing happens."""
+        """Return the present levels alone: the next report if nothing happens."""
         return HypicCounters(**{name: getattr(self, name) for name in GAUGES})
 
     def count(self, mode: str, **counts: int) -> None:
@@ -80,7 +80,7 @@ class HypicStats(KVConnectorStats):
         self.data = dataclasses.asdict(HypicCounters())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Counters add up, levels are the latest."""
+        """Return the sum of both counters, with the latest levels."""
         merged: dict[str, Any] = {k: self.data.get(k, 0) + other.data.get(k, 0) for k in COUNTERS}
         merged |= {k: other.data.get(k, self.data.get(k, 0)) for k in GAUGES}
         merged["by_mode"] = _aggregate_modes(self.data.get("by_mode"), other.data.get("by_mode"))
@@ -100,7 +100,7 @@ class HypicStats(KVConnectorStats):
 
 
 def tiers_of(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and ``asdict(TierStats)`` of the tiers in ``HypicStats.data``."""
+    """Yield the names and ``asdict(TierStats)`` of the tiers in ``HypicStats.data``."""
     yield from ((data.get("store") or {}).get("tiers") or {}).items()
 
 
@@ -126,7 +126,7 @@ def _aggregate_stores(one: dict[str, Any] | None, other: dict[str, Any] | None) 
 
 
 class HypicPromMetrics(KVConnectorPromMetrics):
-    """``vllm:hypic_*`` on the server's own ``/metrics``."""
+    """Exports the metrics ``vllm:hypic_*`` on the server's own ``/metrics``."""
 
     def __init__(
         self,

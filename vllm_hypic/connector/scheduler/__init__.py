@@ -1,1 +1,1 @@
-"""The connector's half in the scheduler: what is cached, for whom, and what workers are asked to do."""
+"""The connector's half in the scheduler: tracks records and requests, and orders the workers."""

@@ -1,4 +1,4 @@
-"""Who holds room in the pool, who waits for it, and who must hurry for them.  The scheduler's thread only."""
+"""Admission: requests hold room in the pool, wait for it, or are raised.  For the scheduler's thread only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .segment_requests import SegmentRequests
 
 @dataclass
 class ComposedRequest:
-    """A request with records; written by the scheduler side and its :class:`Admission` only."""
+    """A request with records.  Only the scheduler side and its :class:`Admission` write it."""
 
     request_id: str
     plan: PromptPlan
@@ -29,48 +29,48 @@ class ComposedRequest:
     transfer: Transfer
     tenant: str
     priority: int
-    """The smaller, the sooner: the request's own, or that of a more urgent one that waits for its room."""
+    """The request's priority, or that of a more urgent request that waits for its room; smaller is sooner."""
     mode: str = "separators"
-    """How its segments were found."""
+    """The way in which the request's segments were found."""
     islands: Runs = ()
-    """Rows of the stream from which linear layers keep no state."""
+    """Stream indices whose tokens leave no state in linear layers, as ranges ``[begin, end)``."""
     acquired: bool = False
     outdated: bool = False
-    """Planned for a generation that is over."""
+    """Whether the request was planned for an earlier generation of weights."""
     held: dict[SegmentKey, Entry] = field(default_factory=dict)
-    """The records of ``wanted``, once they are acquired."""
+    """The records that the request holds: those of ``wanted`` once acquired, and its prefix's base."""
     fresh: set[SegmentKey] = field(default_factory=set)
-    """Records that this request itself had to have computed."""
+    """Keys of the records that were missing, and are computed for this request."""
     resumed: dict[SegmentKey, int] = field(default_factory=dict)
-    """Tokens of records that were made for it which a checkpoint had."""
+    """Number of tokens that a checkpoint spared for each record computed for this request."""
     sources: dict[SegmentKey, str] = field(default_factory=dict)
-    """Where records came from, or their checkpoints, that came for it: see :meth:`.Arrivals.source`."""
+    """Sources of the records, or of their checkpoints, that arrived for it: see :meth:`.Arrivals.source`."""
     undecided: set[SegmentKey] = field(default_factory=set)
-    """Records that this request asked the store or other instances for, and that may yet have to be
+    """Keys of the records requested from the store or other instances, which may still have to be
     computed."""
     own: OwnPrefix | None = None
-    """The record that it captures itself while it runs."""
+    """The prefix that the request captures while it runs."""
 
     @property
     def running(self) -> PromptPlan:
-        """The plan that it runs: its own, or what is left of that where it captures its prefix."""
+        """The plan that the request runs: its own, or the remaining part if it captures its prefix."""
         return self.plan if self.own is None else self.own.plan
 
     @property
     def resident(self) -> bool:
-        """Whether every record that it reads is there."""
+        """Whether every record that the request reads is in the pool."""
         made = None if self.own is None else self.own.entry
         return self.acquired and all(entry.resident or entry is made for entry in self.held.values())
 
     @property
     def hits(self) -> Counter[str]:
-        """Prompt tokens read from records that it did not have to have computed, by where these came from."""
+        """Number of prompt tokens read from records that were not computed for this request, by source."""
         found: Counter[str] = Counter()
         for segment in self.plan.segments:
             if segment.key not in self.fresh:
                 found[self.sources.get(segment.key, POOL)] += segment.reused
         for key, reused in {s.key: s.reused for s in self.plan.segments}.items():
-            # Islands are computed again, whatever a checkpoint had of them.
+            # The request recomputes islands even where a checkpoint covers them.
             found[self.sources.get(key, POOL)] += min(reused, self.resumed.get(key, 0))
         return +found
 
@@ -79,10 +79,10 @@ class ComposedRequest:
 
 
 class Admission:
-    """The composed requests of one engine that have not ended.
+    """Gives room to the composed requests of one engine that have not ended.
 
-    Each waits until it is given room for all its records at once, and holds that until it ends.
-    ``max_tenant_fraction``: of the pool, for a tenant's requests together.
+    Each request waits for room for all its records at once, and holds the room until it ends.
+    ``max_tenant_fraction``: the share of the pool for all requests of a tenant together.
     """
 
     def __init__(
@@ -97,22 +97,22 @@ class Admission:
         self.requests: dict[str, ComposedRequest] = {}
         self._pending = PendingQueue(self._held_share)
         self._holders: dict[int, dict[str, ComposedRequest]] = {}
-        """The requests that hold each record, by its serial."""
+        """The requests that hold each record, by the record's serial number."""
         self.no_room = False
-        """Whether a request found no room in the pool when :meth:`admitted` was last gone through."""
+        """Whether a request found no room in the pool in the last iteration of :meth:`admitted`."""
         self.full: set[str] = set()
-        """Tenants of which one found none in their share, then."""
+        """Tenants with a request that found no room in the tenant's share in that iteration."""
         self._raised: dict[str, int] = {}
         self._least_urgent = 0
-        """No request that holds room has a larger priority."""
+        """An upper bound of the priorities of the requests that hold room."""
 
     def add(self, request: ComposedRequest) -> None:
-        """A request has come, and waits for room."""
+        """Add a new request, which waits for room."""
         self.requests[request.request_id] = request
         self._pending.add(request.request_id, request.tenant, request.priority)
 
     def end(self, request_id: str) -> ComposedRequest | None:
-        """Forget a request, and unpin its records; ``None`` when it was none of ours."""
+        """Forget and return a request, and unpin its records; ``None`` if it is no composed request."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._pending.discard(request_id)
@@ -124,35 +124,35 @@ class Admission:
         return request
 
     def hold(self, request: ComposedRequest, entry: Entry) -> None:
-        """Until it ends the request holds this record, which was pinned for it."""
+        """Let the request hold this record, which was pinned for it, until the request ends."""
         request.held[entry.key] = entry
         self._holders.setdefault(entry.serial, {})[request.request_id] = request
 
     def holders(self, entry: Entry) -> list[ComposedRequest]:
-        """The requests that hold this record, in the order in which they came to it."""
+        """Return the requests that hold this record, in the order in which they began to."""
         return list(self._holders.get(entry.serial, {}).values())
 
     def came(self, entry: Entry, source: str) -> None:
-        """The record, or a checkpoint of it, has come from there for the requests that hold it."""
+        """Note the ``source`` of a record, or of its checkpoint, in all requests that hold the record."""
         for request in self.holders(entry):
             request.sources[entry.key] = source
 
     @property
     def held(self) -> Set[int]:
-        """Serials of the records that requests hold."""
+        """Serial numbers of the records that requests hold."""
         return self._holders.keys()
 
     def pending_keys(self) -> set[SegmentKey]:
-        """Keys of the records that requests without room want."""
+        """Return the keys of the records that requests without room want."""
         return {key for request_id in self._pending for key in self.requests[request_id].wanted}
 
     def admitted(self) -> Iterator[tuple[ComposedRequest, list[Entry]]]:
-        """Pin the records of waiting requests in the queue's order: who got room now, and the entries that
-        are newly reserved for it.
+        """Pin the records of waiting requests, in the queue's order; yield each request that got room, and
+        its newly reserved entries.
 
-        Nobody overtakes a request that waits for room, so it cannot starve; one that waits for room in its
-        tenant's share lets other tenants go on.  Every plan fits the empty pool, and the share, so none waits
-        for ever.
+        No request overtakes one that waits for room in the pool, so none starves.  A request that waits for
+        room in its tenant's share lets other tenants pass.  Every plan fits the empty pool and the share, so
+        no request waits for ever.
         """
         self.no_room, self.full = False, set()
         for request_id in self._pending.in_turn():
@@ -176,8 +176,8 @@ class Admission:
             yield request, reserved
 
     def _bases(self, request: ComposedRequest) -> dict[SegmentKey, Entry]:
-        """Checkpoints with which records begin that the request lacks, if they cannot come from another
-        instance: what comes from there is whole."""
+        """Return checkpoints from which records can be resumed, by the record's key; empty if other instances
+        may send records, as these come whole."""
         if request.transfer.remote or request.outdated:
             return {}
         found = ((s.key, self._directory.deepest(s.checkpoints)) for s in request.plan.records)
@@ -187,22 +187,22 @@ class Admission:
         return self._directory.held_by(tenant).largest_share(self._directory.total)
 
     def _within_share(self, request: ComposedRequest) -> bool:
-        """Whether the request's tenant would have no more than its share with this request's records, too."""
+        """Whether the tenant stays within its share with this request's records, too."""
         return self.within_share(request.tenant, self._directory.would_hold(request.wanted))
 
     def within_share(self, tenant: str, more: Space) -> bool:
-        """Whether the tenant would have no more than its share with so much more."""
+        """Whether the tenant stays within its share with ``more`` space."""
         share = self._tenant_share
         return share is None or share.covers(self._directory.held_by(tenant) + more)
 
     def resumed(self, entry: Entry, tokens: int) -> None:
-        """So many tokens of a record that is being made are those of a checkpoint."""
+        """Note how many tokens of a record in the making come from a checkpoint."""
         for request in self.holders(entry):
             if entry.key in request.fresh:
                 request.resumed[entry.key] = tokens
 
     def urge(self, entry: Entry, priority: int) -> None:
-        """A request of this priority waits for the record: who computes it is as urgent from now on."""
+        """Raise the requests that compute this record to ``priority``, that of a waiting request."""
         if entry.resident or priority >= self._least_urgent:
             return
         self._raised.update(dict.fromkeys(self._segment_requests.urge(entry, priority), priority))
@@ -211,8 +211,8 @@ class Admission:
                 request.priority = self._raised[request.request_id] = priority
 
     def _raise_holders(self, priority: int, tenant: str | None = None) -> None:
-        """A request of this priority waits for room: who holds some, of ``tenant`` or all, is as urgent from
-        now on."""
+        """Raise the requests that hold room (of ``tenant``, or all) to ``priority``, as a request of that
+        priority waits for room."""
         if priority >= self._least_urgent:
             return
         for request in self.requests.values():
@@ -225,7 +225,7 @@ class Admission:
             self._least_urgent = priority
 
     def take_raised(self) -> dict[str, int]:
-        """New priorities of requests, segment requests among them, that became more urgent since the last
+        """Return the new priorities of requests, segment requests included, that were raised since the last
         call."""
         raised, self._raised = self._raised, {}
         return raised

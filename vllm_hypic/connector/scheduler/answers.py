@@ -1,13 +1,13 @@
-"""Answers: what follows a prompt's prefix is captured while it is computed, for whoever goes on from it.
+"""Answers: capture the tokens behind a prompt's prefix while vLLM computes them, for the next turn to reuse.
 
     prompt     [ prefix: a record | rest ]
     answer                              generated ...
-    captured                     [ page | page | ... | page ) what is behind the last whole page is not
+    captured                     [ page | page | ... | page ) no tokens behind the last whole page
 
-A page is given when the first pass with one of its tokens is scheduled.  The pass that ends it leaves states
-in the place of those before, so there is one state, at the last page's end.  When the request ends the record
-is named by its tokens, and found.  Nobody waits for it until then: where there is no room it grows no more,
-and a prompt that waits for room is given its.
+The record gets a page when the first pass with a token of that page is scheduled.  The pass that ends a page
+overwrites the states, so the record has one state, at the end of its last page.  When the request ends, the
+record gets the key of its tokens, and lookups find it.  No request waits for a growing record: without room
+it stops to grow, and a prompt that waits for room gets the record's place.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .shared_columns import SharedColumns
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _MANY = 1 << 60
-"""Stands for a limit on generated tokens that is not known."""
+"""Stands for an unknown limit on generated tokens."""
 
 
 @dataclass
 class _Answer:
-    """``entry`` grows; all below are indices of the request's tokens in vLLM.  ``origin``: the prefix's end;
-    ``certain`` and ``scheduled``: the last pass ends here, without its drafts and with them; ``whole``: where
-    states were left, the last time."""
+    """The growing record ``entry`` of one request.  All other fields but ``grows`` are indices of the
+    request's tokens in vLLM.  ``origin``: the prefix's end.  ``certain``, ``scheduled``: the last pass's end
+    without and with its draft tokens.  ``whole``: the last token index at which a pass left states."""
 
     entry: Entry
     origin: int
@@ -49,10 +49,10 @@ class _Answer:
 
 
 class Answers:
-    """Records of what requests generate.
+    """Grows records of prompts and answers while their requests run.
 
-    ``need(tokens, behind)``: see :meth:`.Planner.need_grown`; ``stored``: has records stored, if they are;
-    ``on``: there are such records.
+    ``need(tokens, behind)``: see :meth:`.Planner.need_grown`.  ``stored``: stores records in tiers; ``None``
+    without tiers.  ``on``: false where the engine captures no answers.
     """
 
     def __init__(
@@ -68,21 +68,23 @@ class Answers:
         self._directory, self._admission, self._need = directory, admission, need
         self._placement, self._stored, self._on = placement, stored, on
         self._answers: dict[str, _Answer | None] = {}
-        """Answers by request, once its prefix is computed; ``None``: this one is not captured."""
+        """Answers by request, once its prefix is computed; ``None``: the request's answer is not captured."""
         self._given_up: list[str] = []
         self._most: dict[str, int] = {}
-        """Tokens that requests generate at most."""
+        """The most tokens that each request may generate, by request id."""
         self._continuations = Continuations(directory)
 
     def expect(self, request_id: str, most: int) -> None:
-        """A request generates so many tokens at most."""
+        """Set the limit on tokens that the request may generate."""
         self._most[request_id] = most
 
     def scheduled(
         self, passes: Iterable[tuple[str, int, int]], drafts: Mapping[str, Sequence[int]] = NO_DRAFTS
     ) -> dict[str, tuple[CapturePlan, ...]]:
-        """What requests capture from a pass on that is about to run ranges of their tokens, which end in
-        ``drafts``; the others what they did before."""
+        """Return new capture plans by request for the coming pass; all other requests keep their plans.
+
+        ``passes``: request ids and their token ranges ``[begin, end)``, which end in ``drafts``.
+        """
         given_up, self._given_up = self._given_up, []
         alive = (request_id for request_id in given_up if request_id in self._answers)
         found = dict.fromkeys(alive, tuple[CapturePlan, ...]())
@@ -103,7 +105,7 @@ class Answers:
         answer = self._answers[request_id]
         if answer is None or not answer.grows:
             return None
-        if not answer.certain <= begin <= answer.scheduled:  # it was preempted, and begins anew
+        if not answer.certain <= begin <= answer.scheduled:  # vLLM preempted the request and restarts it
             return self._drop(request_id, answer)
         return self._go_on(request, answer, begin, end, drafts)
 
@@ -138,11 +140,11 @@ class Answers:
     def _go_on(
         self, request: ComposedRequest, answer: _Answer, begin: int, end: int, drafts: int
     ) -> tuple[CapturePlan, ...] | None:
-        """One pass more."""
+        """Extend the answer by one pass and return new capture plans; ``None``: the former plans stay."""
         begins = begin == answer.page_end
         page_end = answer.page_end + self._directory.page_tokens * begins
         if end + bool(drafts) > page_end or (begins and not self._grow(answer.entry)):
-            # Nothing is left of the states at the page's end, or a draft's are, or there is no room for more.
+            # The pass overwrites the states at the page's end, or takes a draft's, or the pool has no room.
             answer.grows = False
             return ()
         answer.page_end, answer.certain, answer.scheduled = page_end, end - drafts, end
@@ -151,8 +153,8 @@ class Answers:
         return (self._plan(request, answer),) if begins else None
 
     def pass_end(self, request_id: str, begin: int, end: int) -> int:
-        """Where a pass with drafts ends that would end before index ``end``: what ends a page is none, as
-        states of a draft could not be taken back."""
+        """Return the index, at most ``end``, at which a pass with drafts ends.  Such a pass ends no page, as
+        the states of a draft could not be undone."""
         answer = self._answers.get(request_id)
         if answer is None or not answer.grows:
             return end
@@ -177,8 +179,10 @@ class Answers:
         )
 
     def end(self, request_id: str, tokens: Sequence[int] = ()) -> None:
-        """The request ends, and is not forgotten yet.  ``tokens``: its own in vLLM, those that it generated
-        among them; none: they are not kept."""
+        """List the answer's record, or free its place, when the request ends; call before it is forgotten.
+
+        ``tokens``: all of the request's tokens in vLLM, generated tokens included; empty: keep no record.
+        """
         self._most.pop(request_id, None)
         if request_id not in self._answers:
             return
@@ -202,7 +206,7 @@ class Answers:
                 self._stored.store(grown, answer.entry)
 
     def give_up(self, tenants: Collection[str] | None = None) -> None:
-        """Give all that grows back, or all of these tenants: somebody waits for the room."""
+        """Free all growing records, or those of ``tenants``, as other requests wait for the room."""
         for request_id, answer in self._answers.items():
             if answer is not None and (tenants is None or answer.entry.tenant in tenants):
                 self._drop(request_id, answer)
@@ -215,6 +219,6 @@ class Answers:
 
 
 def _before(request: ComposedRequest) -> int:
-    """Tokens of the prompt before the request's first one in vLLM."""
+    """Return how many tokens of the prompt stand before the request's first token in vLLM."""
     plan = request.running
     return plan.n_logical - len(plan.stream)

@@ -1,6 +1,6 @@
 """Records on their way into the pool: from the store's tiers, or from another instance.
 
-ordered -> the ranks report -> ended.  The scheduler's thread only.
+ordered -> the ranks report -> ended.  For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from ..metadata import LoadCount
 from ..orders import AwaitRecord, FetchRecord, OrderQueue, StopAwaiting
 
 POOL = "device"
-"""Source of what is in the pool already.  Sources have vLLM's names: values of its ``CacheHitSource``."""
+"""Source of records already in the pool.  Sources have vLLM's names: values of its ``CacheHitSource``."""
 INSTANCE = "p2p"
-"""Source of what another instance sent."""
+"""Source of records that another instance sent."""
 ELSEWHERE = "external_unspecified"
 _TIERS = {"memory": "host", "disk": "disk"}
-"""Sources by types of tiers; the others are :data:`ELSEWHERE`."""
+"""Sources by types of tiers; all other types are :data:`ELSEWHERE`."""
 PATIENCE_S = 10.0
-"""Seconds after which a record that nobody offers is given up, if a request waits for room."""
+"""Seconds after which a record that no instance offers is given up, if a request waits for room."""
 
 
 @dataclass
 class Arrival:
-    """One record on its way, and how many ranks have said what."""
+    """A record on its way, and the ranks' reports about it."""
 
     key: SegmentKey
     remote: bool
-    """Another instance sends it; else the store is asked."""
+    """Whether another instance sends the record; otherwise the store is asked for it."""
     space: Space = field(default_factory=Space)
-    """What is reserved for it."""
+    """The space reserved for the record; empty for records from the store."""
     asked: float = 0.0
-    """Monotonic time at which it was first awaited, or last found to be offered, or not."""
+    """Monotonic time of the first await, or of the last check for an offer."""
     until: float = math.inf
     """Monotonic time at which waiting for another instance ends."""
     at_store: bool = False
-    """The other instance left it in a shared tier: from there the store fetches it now."""
+    """Whether the other instance left the record in a shared tier, from which the store now fetches it."""
     count: LoadCount = field(default_factory=LoadCount)
 
     @property
     def sent(self) -> bool:
-        """Whether another instance's own sending is what is waited for, or was."""
+        """Whether the record comes, or came, directly from another instance."""
         return self.remote and not self.at_store
 
     @property
     def found(self) -> bool:
-        """Whether every rank has its part, once the arrival has ended."""
+        """Whether every rank has its part of the record; valid once the arrival has ended."""
         return not self.count.missed
 
 
 @dataclass
 class Allowance:
-    """What records of others that one request awaits may take: all it needs while nobody else's are awaited,
-    and with those of others no more than ``share``.  ``taken``: by all that are awaited."""
+    """The space that records awaited by one request may take: unlimited if no other request awaits records,
+    else no more than ``share`` with theirs.  ``taken``: the space of all awaited records."""
 
     share: Space
     taken: Space
@@ -67,7 +67,7 @@ class Allowance:
         self._alone = self.taken == Space()
 
     def take(self, space: Space) -> bool:
-        """Whether one more may be awaited, which then counts."""
+        """Return whether a record of this space may be awaited; if so, add its space to ``taken``."""
         taken = self.taken + space
         if not self._alone and not self.share.covers(taken):
             return False
@@ -76,10 +76,10 @@ class Allowance:
 
 
 class Arrivals:
-    """Arrivals by the serials of the entries that wait for them.
+    """Tracks arrivals, by the serial numbers of the entries that wait for them.
 
-    ``tiers``: those that are asked; ``ranks``: workers that each have a part of every record;
-    ``share``: of the pool, for awaited records of several requests.
+    ``tiers``: the tiers to ask; ``ranks``: number of workers, each with a part of every record;
+    ``share``: the part of the pool for awaited records of several requests.
     """
 
     def __init__(self, orders: OrderQueue, *, tiers: Iterable[TierConfig], ranks: int, share: Space) -> None:
@@ -87,14 +87,14 @@ class Arrivals:
         self._sources = {tier.name: _TIERS.get(tier.type, ELSEWHERE) for tier in tiers}
         self._arrivals: dict[int, Arrival] = {}
         self._keys: set[SegmentKey] = set()
-        """Keys of all arrivals, no two of which have the same."""
+        """Keys of all arrivals, each of which has a different one."""
 
     def __len__(self) -> int:
-        """Records under way."""
+        """Return the number of records on their way."""
         return len(self._arrivals)
 
     def allowance(self) -> Allowance:
-        """What the next request may await."""
+        """Return the allowance for records that the next request may await."""
         return Allowance(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
 
     def start(
@@ -104,11 +104,11 @@ class Arrivals:
         remote_s: float | None,
         instead: tuple[SegmentKey, ...] = (),
     ) -> bool:
-        """Get the record into its reserved place.  False: it can only be computed.
+        """Order the record into its reserved place; return false if the record can only be computed.
 
-        ``remote_s``: another instance is said to send it within so many seconds; ``None``: none is.
-        ``instead``: of which the store says whether it has them, where it does not have the record.
-        One record comes to one place at a time: to that of a deleted one that requests still wait for.
+        ``remote_s``: seconds within which another instance should send the record; ``None``: no instance
+        sends it.  ``instead``: keys for which the store reports its hits if the record itself is missing
+        there.  A record comes to one place at a time, maybe that of a deleted, still awaited entry.
         """
         if place.key in self._keys:
             return False
@@ -127,19 +127,19 @@ class Arrivals:
         return True
 
     def awaited(self) -> set[SegmentKey]:
-        """Records that other instances are to send."""
+        """Return the keys of the records that other instances are to send."""
         return {arrival.key for arrival in self._arrivals.values() if arrival.remote}
 
     def at_store(self, serial: int) -> None:
-        """An awaited record is in a shared tier: the store fetches it."""
+        """Note that an awaited record is in a shared tier, from which the store fetches it."""
         self._arrivals[serial].at_store = True
 
     def source(self, arrival: Arrival) -> str:
-        """Where the record came from that has arrived.  The queue before the tiers is memory, too."""
+        """Return the source of an arrived record.  The queue before the tiers counts as memory, too."""
         return INSTANCE if arrival.sent else self._sources.get(arrival.count.route, _TIERS["memory"])
 
     def give_up_late(self) -> None:
-        """Await no longer what is past its deadline; the workers report it like any arrival."""
+        """Stop awaiting records past their deadlines; the workers report these like any arrival."""
         now = time.monotonic()
         for serial, arrival in self._arrivals.items():
             if now >= arrival.until:
@@ -147,9 +147,9 @@ class Arrivals:
                 self._orders.submit(StopAwaiting(serial))
 
     def give_up_unoffered(self) -> None:
-        """Somebody waits for room: await no longer what nobody has offered for :data:`PATIENCE_S`.
+        """Stop awaiting records not offered for :data:`PATIENCE_S` seconds, as a request waits for room.
 
-        It is computed in its place, so that who holds the room goes on.
+        The engine computes these records in their places, so that the requests that hold the room continue.
         """
         now = time.monotonic()
         for serial, arrival in self._arrivals.items():
@@ -158,19 +158,18 @@ class Arrivals:
                 self._orders.submit(StopAwaiting(serial, unless_offered=True))
 
     def give_up_unwanted(self, wanted: Set[int]) -> None:
-        """Have the next :meth:`give_up_late` end awaiting all but the serials ``wanted``: their room is given
-        back."""
+        """Let the next :meth:`give_up_late` stop awaiting all serials but ``wanted``, to free room."""
         for serial, arrival in self._arrivals.items():
             if arrival.remote and serial not in wanted:
                 arrival.until = min(arrival.until, 0.0)
 
     def reported(self, serial: int, count: LoadCount) -> Arrival | None:
-        """Count what ranks reported; the arrival, if that was the last of them."""
+        """Count the ranks' reports; return the arrival after the last rank's report, else ``None``."""
         arrival = self._arrivals[serial]
         arrival.count += count
         if arrival.count.taken + arrival.count.missed < self._ranks:
             if arrival.count.missed and arrival.remote:
-                arrival.until = min(arrival.until, 0.0)  # without this part the others are of no use
+                arrival.until = min(arrival.until, 0.0)  # a record with a missing part is of no use
             return None
         self._keys.discard(arrival.key)
         return self._arrivals.pop(serial)

@@ -1,8 +1,8 @@
-"""Whether prompts go on from where others ended: a conversation does, what is asked once does not.
+"""Whether later prompts continue earlier ones: the turns of a conversation do, a single question does not.
 
-Who goes on may take a while: an end that nobody has gone on from yet says nothing while its record would
-be in the pool or a tier.  It counts against once so many others have left that it would have, too, until
-somebody goes on from it after all.
+The next turn of a conversation may come late.  So an end without a continuation counts only after as many
+evictions as would have evicted its record from pool and tiers.  A prompt that continues it later reverses
+that count.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from ...primitives.plan import CachedSegment
 from .growing import GrowingDirectory
 
 REMEMBERED = 10_000
-"""Ends of which it is known that nobody has gone on from them.  One more that has not counted yet does so:
-room without end would teach nothing."""
+"""The most ends without a continuation that are remembered.  Beyond this limit the oldest open end counts as
+unused: with unlimited room no end would ever count."""
 LEAST_ENDS = 20
-"""Before so many have counted all are kept."""
+"""The number of counted ends before which all records are kept."""
 LEAST_SHARE = 0.25
-"""The share of those that counted lately which prompts must have gone on from, so that more are kept."""
+"""The least share of recently counted ends that prompts must continue for more records to be kept."""
 DECAY = 0.98
-"""What an end counts less for each that counts later."""
+"""The factor by which each counted end reduces the weight of all earlier ends."""
 
 
 class Continuations:
-    """Counts ends of answers, or of prompts, kept in the directory or not, and how many of them were gone on
-    from."""
+    """Counts ends of answers or prompts, whether or not the directory keeps their records, and how many of
+    these ends later prompts continue."""
 
     def __init__(self, directory: GrowingDirectory) -> None:
         self._directory = directory
         self._open: OrderedDict[SegmentKey, int] = OrderedDict()
-        """Ends that nobody has gone on from, by key; the evictions at which each counts against."""
+        """Ends that no prompt has continued, by key; the eviction count at which each counts as unused."""
         self._unused: OrderedDict[SegmentKey, None] = OrderedDict()
-        """Ends that counted against, by key, the oldest first."""
+        """Ends that counted as unused, by key, the oldest first."""
         self._ended = self._used = 0.0
         self._counted = 0
 
     def ended(self, key: SegmentKey) -> None:
-        """What ended would be the record ``key``."""
+        """Note that a prompt or answer ended whose record has, or would have, this key."""
         self._open.pop(key, None)
         self._open[key] = self._directory.leaves_at()
         if len(self._open) > REMEMBERED:
             self._count_unused()
 
     def asked(self, segment: CachedSegment) -> None:
-        """A prompt has this prefix."""
+        """Note that a prompt has this prefix, and so continues every end inside it."""
         for key in (*(c.key for c in segment.checkpoints), segment.key):
             if self._open.pop(key, None) is not None:
                 self._count(1)
@@ -55,7 +55,7 @@ class Continuations:
 
     @property
     def likely(self) -> bool:
-        """Whether the end of one is worth its place."""
+        """Whether a kept end is likely enough to be continued to be worth its room in the pool."""
         while self._open and next(iter(self._open.values())) <= self._directory.evictions:
             self._count_unused()
         return self._counted < LEAST_ENDS or self._used >= LEAST_SHARE * self._ended

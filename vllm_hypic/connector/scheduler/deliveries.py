@@ -1,6 +1,6 @@
-"""Records on their way to another instance, on behalf of requests that ask for it.
+"""Records on their way to another instance, for requests that ask for the transfer.
 
-The scheduler's thread only.
+For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from ..orders import OrderQueue, PushRecord
 
 @dataclass
 class _Delivery:
-    """The records of one request."""
+    """The push orders of one request's records."""
 
     open: set[int] = field(default_factory=set)
-    """Orders that have not ended, by number."""
+    """Numbers of orders that have not ended."""
     faults: list[str] = field(default_factory=list)
 
 
 class Deliveries:
-    """Deliveries by request.  Orders are numbered through; each of ``ranks`` workers, which send a part of
-    every record, reports each once."""
+    """Tracks deliveries by request.  All orders have different numbers.  Each of ``ranks`` workers sends its
+    part of every record, and reports every order once."""
 
     def __init__(self, orders: OrderQueue, ranks: int = 1) -> None:
         self._orders, self._ranks = orders, ranks
         self._reported: dict[int, tuple[str, ...]] = {}
-        """What some ranks said of their parts, by number of the order."""
+        """The faults that some ranks reported so far (empty: delivered), by number of the order."""
         self._deliveries: dict[str, _Delivery] = {}
         self._number = 0
 
     def __len__(self) -> int:
-        """Requests that are not over."""
+        """Return the number of requests with a delivery that have not ended."""
         return len(self._deliveries)
 
     def started(self, request_id: str) -> bool:
@@ -42,7 +42,7 @@ class Deliveries:
     def start(
         self, request_id: str, places: Iterable[RecordPlace], destination: str, deadline_s: float
     ) -> None:
-        """Have these records sent; ``deadline_s`` for each."""
+        """Order the sending of these records, each within ``deadline_s`` seconds."""
         delivery = self._deliveries[request_id] = _Delivery()
         for place in places:
             self._number += 1
@@ -50,7 +50,7 @@ class Deliveries:
             self._orders.submit(PushRecord(self._number, place, destination, deadline_s))
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """Have none of the request's records sent."""
+        """Send none of the request's records, for ``reason``."""
         self._deliveries[request_id] = _Delivery(faults=[reason])
 
     def over(self, request_id: str) -> bool:
@@ -58,14 +58,14 @@ class Deliveries:
         return not self._deliveries[request_id].open
 
     def fault(self, request_id: str) -> str | None:
-        """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
+        """Return why a record of the request was not delivered; ``None`` without a failed delivery."""
         delivery = self._deliveries.get(request_id)
         return delivery.faults[0] if delivery is not None and delivery.faults else None
 
     def reported(self, number: int, faults: tuple[str, ...]) -> str | None:
-        """Some ranks say that an order has ended; a fault is empty where the part was delivered.
+        """Note the ``faults`` of ranks for which an order has ended; an empty fault means a delivered part.
 
-        Returns the record's fault, empty if it was delivered, when these were the last ranks.
+        Returns the record's fault after the last rank's report, empty if it was delivered; else ``None``.
         """
         faults = self._reported.pop(number, ()) + faults
         if len(faults) < self._ranks:
@@ -80,5 +80,5 @@ class Deliveries:
         return fault
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Forget a request that has ended."""
         self._deliveries.pop(request_id, None)

@@ -1,9 +1,9 @@
-"""Scheduler side of the public pool: who holds which pages, slots and transition blocks, pins, eviction.
+"""Scheduler side of the public pool: records with pages, slots and transition blocks; pins, eviction.
 
-Owns no tensor.  Every record goes through ``acquire -> commit | abort``; pages are handed out here
-and filled by the worker.  Transition blocks are only counted: the worker knows which, and how many of
-those reserved a record turned out to need.  Which record leaves first is a policy's business
-(``store/eviction/``).
+The directory owns no tensor.  Every record goes through ``acquire -> commit | abort``; the directory hands
+out pages, and the worker fills them.  The directory only counts transition blocks: the worker knows which
+ones a record has, and how many of the reserved ones the record needs.  A policy (``store/eviction/``) chooses
+the record that leaves first.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ _NONE: Mapping[SegmentKey, Entry] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class _Kept:
-    """A record that eviction passes by: what it takes, and who wants it."""
+    """A record that eviction passes by: its space in the pool, and the tenant that pinned it."""
 
     space: Space
     tenant: str
 
 
 class SegmentDirectory:
-    """Pages, slots, transition blocks and records of the public pool."""
+    """Manages the pages, slots, transition blocks and records of the public pool."""
 
     def __init__(
         self, total: Space, page_tokens: int, *, policy: EvictionPolicy, state_pages: int = 0
     ) -> None:
-        """``state_pages``: pages that the states of a slot take; 0: they have a memory of their own."""
+        """``state_pages``: pages that the states of a slot take; 0: states have a memory of their own."""
         self.policy = policy
         self.total, self.page_tokens = total, page_tokens
         self.free_transition_blocks = total.transition_blocks
         self._pages = Pages(total.pages)
         self.slots = Slots(total.slots, self._pages, state_pages)
         self._entries: dict[SegmentKey, Entry] = {}
-        """Records that are found."""
+        """Records that lookups find, by key."""
         self._by_serial: dict[int, Entry] = {}
-        """All that take room."""
+        """All records that take room, by serial number."""
         self._shares = TenantShares()
         self._kept: dict[SegmentKey, _Kept] = {}
         self._reserved = 0
         self._changes: dict[SegmentKey, Lookup] | None = None
         self.evictions = 0
-        """Records that have left for others, ever."""
+        """Number of records evicted since the start."""
         self.pinned = 0
-        """Records that requests use."""
+        """Number of records that requests use."""
 
     def __len__(self) -> int:
         return len(self._by_serial)
@@ -68,31 +68,31 @@ class SegmentDirectory:
 
     @property
     def used(self) -> Space:
-        """What all records take."""
+        """The space that all records take."""
         return self.total - self.free
 
     @property
     def kept(self) -> frozenset[SegmentKey]:
-        """Keys that eviction passes by, whether or not their records are here."""
+        """Keys that eviction passes by, whether or not the pool has their records."""
         return frozenset(self._kept)
 
     def kept_space(self, tenant: str | None = None) -> Space:
-        """What the kept records take when they are here, whether or not they are: all, or a tenant's."""
+        """Return the space of all kept records, or of a tenant's, counting also records that are away."""
         return sum((k.space for k in self._kept.values() if tenant in (None, k.tenant)), Space())
 
     def lookup(self, key: SegmentKey) -> Lookup:
-        """Changes nothing."""
+        """Return whether the pool has the record, or is getting it.  Changes nothing."""
         entry = self._entries.get(key)
         if entry is None:
             return Lookup.MISS
         return Lookup.HIT if entry.resident else Lookup.PENDING
 
     def watch(self) -> None:
-        """From now on :meth:`take_changes` tells what changes."""
+        """Record changes from now on, for :meth:`take_changes`."""
         self._changes = {}
 
     def take_changes(self) -> dict[SegmentKey, Lookup]:
-        """Where records stand that moved since the last call."""
+        """Return the states of the records that changed since the last call, by key."""
         if not self._changes:
             return {}
         changes, self._changes = self._changes, {}
@@ -103,26 +103,26 @@ class SegmentDirectory:
             self._changes[key] = self.lookup(key)
 
     def resident(self) -> list[Entry]:
-        """All complete records, the first to evict first.  Changes nothing."""
+        """Return all complete records, in the order of eviction.  Changes nothing."""
         return [e for e in self._worst_first() if e.resident]
 
     def _worst_first(self) -> Iterator[Entry]:
         return (self._entries[SegmentKey(k)] for k in self.policy.worst_first())
 
     def get(self, key: SegmentKey) -> Entry:
-        """The record's entry; ``KeyError`` on a miss.  Changes nothing."""
+        """Return the record's entry; raise ``KeyError`` on a miss.  Changes nothing."""
         return self._entries[key]
 
     def pages_for(self, columns: int) -> int:
-        """Pages of a record; none where there are none: without full attention it is a state alone."""
+        """Return a record's number of pages; 0 without full attention: the record is a state alone."""
         return -(-columns // self.page_tokens) if self._pages.total else 0
 
     def held_by(self, tenant: str) -> Space:
-        """What the tenant's records take that requests use, or that are being made."""
+        """Return the space of the tenant's records that requests use, or that are being made."""
         return self._shares.of(tenant)
 
     def would_hold(self, wanted: dict[SegmentKey, Need]) -> Space:
-        """What would be held, besides what is held already, if these were acquired."""
+        """Return the additional space that would be held if these records were acquired."""
         more = Space()
         for key, need in wanted.items():
             entry = self._entries.get(key)
@@ -135,17 +135,17 @@ class SegmentDirectory:
     def acquire(
         self, wanted: dict[SegmentKey, Need], tenant: str = "", bases: Mapping[SegmentKey, Entry] = _NONE
     ) -> list[Entry] | None:
-        """Pin every record of ``wanted``, all of one ``tenant``'s, reserving those that are missing.
+        """Pin every record of ``wanted`` for ``tenant``, and reserve places for the missing records.
 
-        All or nothing: returns the newly reserved entries, or ``None`` (nothing changed) when the
-        missing ones do not fit beside what is pinned.  Never waits.  ``bases``: complete records that missing
-        ones are to :meth:`resume`.
+        All or nothing: returns the newly reserved entries, or ``None`` (nothing changed) when the missing
+        records do not fit beside the pinned ones.  Never waits.  ``bases``: complete records that missing
+        records are to :meth:`resume`, by the missing record's key.
         """
         missing = {k: n for k, n in wanted.items() if k not in self._entries}
         bases = {k: bases[k] for k in missing if k in bases}
         victims = self._room_for(missing, wanted, bases)
         if victims is None and bases:
-            bases = {}  # they may be what is in the way
+            bases = {}  # keeping the bases may be what prevents the fit
             victims = self._room_for(missing, wanted, bases)
         if victims is None:
             return None
@@ -175,7 +175,7 @@ class SegmentDirectory:
         return self._victims(need, [*wanted, *(base.key for base in bases.values())])
 
     def space_for(self, need: Need) -> Space:
-        """What a record takes until its worker has said how many transition blocks it keeps."""
+        """Return a record's space before its worker reports how many transition blocks the record keeps."""
         slots = 2 if need.has_spare else 1
         pages = self.pages_for(need.columns) + slots * self.slots.space.pages
         return Space(pages, slots, slots * need.transition_blocks)
@@ -189,8 +189,8 @@ class SegmentDirectory:
         record: Entry | None = None,
         listed: bool = True,
     ) -> Entry:
-        """``shared``: its first pages, which others have, too; ``record``: whose checkpoint it is;
-        ``listed``: it can be found."""
+        """Reserve a place.  ``shared``: first pages, taken from another record; ``record``: the record that
+        the new entry is a checkpoint of; ``listed``: lookups find the entry."""
         self._pages.use(shared)
         pages = shared + self._pages.take(self.pages_for(need.columns) - len(shared))
         self._reserved += 1
@@ -228,8 +228,8 @@ class SegmentDirectory:
     # -- checkpoints ---------------------------------------------------------------------------
 
     def checkpoint(self, key: SegmentKey, record: Entry, need: Need) -> Entry | None:
-        """Reserve a place, pinned, for the record of the first ``need.columns`` of ``record``, whole pages of
-        it, which both have from now on; ``None``: there is one, or no room for it."""
+        """Reserve and pin a checkpoint of the first ``need.columns`` of ``record``: whole pages, which both
+        share from now on.  ``None``: the key has a record, ``record`` is forgotten, or no room is left."""
         if key in self._entries or record.forgotten:
             return None
         space = self.slots.space + Space(transition_blocks=need.transition_blocks)
@@ -243,15 +243,15 @@ class SegmentDirectory:
         return entry
 
     def checkpoint_at(self, key: SegmentKey) -> Entry | None:
-        """A complete record by this key.  Changes nothing."""
+        """Return the complete record with this key, or ``None``.  Changes nothing."""
         entry = self._entries.get(key)
         return entry if entry is not None and entry.resident else None
 
     def deepest(
         self, checkpoints: Sequence[Checkpoint], base: Entry | None = None
     ) -> tuple[Checkpoint, Entry] | None:
-        """The last of these, ascending, of which a complete record is here, or that ``base`` is, though it
-        may have been forgotten.  Changes nothing."""
+        """Return the last of the ascending ``checkpoints`` that has a complete record in the pool, or that is
+        ``base``, even if forgotten; and that record.  Changes nothing."""
         for checkpoint in reversed(checkpoints):
             if base is not None and base.key == checkpoint.key:
                 return checkpoint, base
@@ -260,10 +260,11 @@ class SegmentDirectory:
         return None
 
     def resume(self, record: Entry, checkpoint: Entry, *, can_be_deleted: bool = True) -> None:
-        """``record``, reserved and still empty, begins with all that ``checkpoint`` has, no less than it was
-        reserved with, whose pages it takes in place of its own; pins that, too.  ``can_be_deleted``: by a
-        user, and the checkpoint with it; one that so many records have begun with that all of them cannot be
-        remembered goes when this one is complete."""
+        """Let ``record``, reserved and still empty, begin with the pages of ``checkpoint`` instead of its
+        own, at least those of its reserved base; pin ``checkpoint``.
+
+        ``can_be_deleted``: users may delete ``record``, which deletes ``checkpoint`` with it.  A checkpoint
+        with more such records than :data:`MOST_WITHIN` is forgotten at once, and leaves when unused."""
         if record.base is not checkpoint:
             own = record.pages[: len(checkpoint.pages)]
             self._pages.use(checkpoint.pages)
@@ -288,7 +289,7 @@ class SegmentDirectory:
         record.base = base
 
     def leave_base(self, record: Entry) -> None:
-        """It is not resumed from the record whose pages it was reserved with, if it was with any."""
+        """Release the base with whose pages ``record`` was reserved, if any."""
         base, record.base = record.base, None
         self.release(() if base is None else [base])
 
@@ -309,10 +310,10 @@ class SegmentDirectory:
             self.evictions += 1
 
     def _victims(self, need: Space, wanted: Iterable[SegmentKey]) -> list[Entry] | None:
-        """Records to evict until ``need`` is free, the worst first; ``None``: it cannot be.  Changes nothing.
+        """Return records to evict for ``need``, the worst first; ``None``: impossible.  Changes nothing.
 
-        Kept records come last of all, and only where no request runs that could give room: a
-        request that has been admitted must run some day.
+        Kept records come last, and only while no record is held (a release could give room): admitted
+        requests must run some day.
         """
         victims = Victims(need, self.free)
         if victims.enough:
@@ -334,12 +335,12 @@ class SegmentDirectory:
         return victims.entries if victims.enough else None
 
     def pin(self, entry: Entry) -> None:
-        """Pin once more a record that is held."""
+        """Add one pin to a held record."""
         self.pinned += not entry.pins
         entry.pins += 1
 
     def commit(self, entry: Entry) -> None:
-        """The worker has filled a reserved record."""
+        """Mark a reserved record as complete, once the worker has filled it."""
         self._without_spare(entry)
         self.leave_base(entry)
         entry.resident = True
@@ -349,13 +350,13 @@ class SegmentDirectory:
         self._drop_if_unused(entry)
 
     def of_serial(self, serial: int) -> Entry | None:
-        """The record reserved as number ``serial``, if it is still here.  Changes nothing."""
+        """Return the record reserved as number ``serial``, or ``None`` if it has left.  Changes nothing."""
         return self._by_serial.get(serial)
 
     def shrink(self, serial: int, transition_blocks: int, transition_block_bytes: int = 0) -> None:
-        """The record reserved as number ``serial`` needs only so many of its transition blocks.
+        """Reduce the record number ``serial`` to ``transition_blocks``, of ``transition_block_bytes`` each.
 
-        Numbers of records that are gone are ignored: the worker's word may come late.
+        Serials of records that have left are ignored, as the worker's report may come late.
         """
         entry = self._by_serial.get(serial)
         if entry is None or transition_blocks >= entry.transition_blocks:
@@ -369,31 +370,31 @@ class SegmentDirectory:
         self.weigh(entry, replace(entry.worth, nbytes=nbytes))
 
     def weigh(self, entry: Entry, worth: CacheValue) -> None:
-        """It is worth this to eviction from now on."""
+        """Set the value by which eviction ranks the record."""
         entry.worth = worth
         if not entry.forgotten:
             self.policy.resized(entry.key, worth)
 
     def abort(self, entry: Entry) -> bool:
-        """A reserved record will not be filled.  True when requests still wait for it: it then keeps
-        its place and must be computed again."""
+        """Drop a reserved record that will not be filled.  Return true if requests still wait for the record,
+        which then keeps its place and must be computed again."""
         if entry.pins:
             return True
         self._drop(entry, evicted=False)
         return False
 
     def keep(self, key: SegmentKey, need: Need, tenant: str = "") -> None:
-        """Eviction passes this record, which needs no more than ``need``, by; also when it comes later."""
+        """Protect a record from eviction, now or when it comes later.  ``need``: the most that it needs."""
         self._kept[key] = _Kept(self.space_for(need), tenant)
 
     def unkeep(self, key: SegmentKey) -> None:
-        """Undo :meth:`keep`, however often it was called."""
+        """Undo all calls of :meth:`keep` with this key."""
         self._kept.pop(key, None)
 
     def discard(self, key: SegmentKey) -> Entry | None:
-        """Forget the record: from now on nobody finds it.
+        """Forget the record: lookups no longer find it.
 
-        Who makes or uses it goes on with it; returned is one that keeps its place for that.
+        Requests that make or use the record continue with it; the entry is returned if it keeps its place.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -404,7 +405,7 @@ class SegmentDirectory:
         return self._by_serial.get(entry.serial)
 
     def discard_parts(self, key: SegmentKey) -> list[SegmentKey]:
-        """Forget the checkpoints that hold a part of this record, whether or not it is here; their keys."""
+        """Forget the checkpoints that hold a part of this record, even if it is away; return their keys."""
         parts = [e.key for e in self._entries.values() if key in e.within]
         for part in parts:
             self.discard(part)
@@ -428,14 +429,14 @@ class SegmentDirectory:
     def forget_all(self, renamed: Callable[[SegmentKey], SegmentKey]) -> None:
         """:meth:`discard` every record.
 
-        What was kept is kept under its other name from now on: ``renamed(key)``.
+        Kept keys stay kept under their new names, ``renamed(key)``.
         """
         for key in list(self._entries):
             self.discard(key)
         self._kept = {renamed(key): kept for key, kept in self._kept.items()}
 
     def drop_unpinned(self) -> int:
-        """Forget every record that no request holds; returns how many."""
+        """Forget every complete record that no request holds; return their number."""
         victims = [e for e in self._entries.values() if e.resident and not e.pins]
         for entry in victims:
             self._drop(entry, evicted=False)
@@ -448,7 +449,7 @@ class SegmentDirectory:
 
     def _drop(self, entry: Entry, *, evicted: bool) -> None:
         self.leave_base(entry)
-        if entry.held:  # as it was never made
+        if entry.held:  # only an incomplete record is still held here
             self._shares.remove(entry)
         if not entry.forgotten:
             self._unlist(entry, evicted=evicted)

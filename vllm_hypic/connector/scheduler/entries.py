@@ -1,4 +1,4 @@
-"""What the directory says of a record: where it stands, what it needs, its place and its users."""
+"""The directory's data about a record: its state, its needs, its place and its users."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ...store.cache_value import CacheValue
 
 
 class Lookup(Enum):
-    """Where a record stands."""
+    """Whether the pool has a record."""
 
     MISS = "miss"
     PENDING = "pending"
-    """Reserved: being computed or fetched."""
+    """The record has a reserved place, and is being computed or fetched."""
     HIT = "hit"
 
 
 NO_VALUE = CacheValue(0, 0.0, 0)
 MOST_WITHIN = 1000
-"""Records of which a checkpoint is known to hold a part."""
+"""The most records that are remembered to contain a given checkpoint."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a record takes: ``columns`` of K and V, and at most so many ``transition_blocks``; and the
-    ``value`` of a hit.  ``has_spare``: until it is complete a second slot, with as many blocks; ``own``: what
-    would be lost with it alone, where others have a part of it, too."""
+    """A record's need: ``columns`` of K and V, at most ``transition_blocks``; and the ``value`` of a hit.
+    ``has_spare``: an incomplete record has a second slot, with as many blocks.  ``own``: the value lost with
+    the record alone, if other records share a part of it."""
 
     columns: int
     transition_blocks: int = 0
@@ -38,13 +38,13 @@ class Need:
 
     @property
     def worth(self) -> CacheValue:
-        """What eviction takes the record to be worth: what would be lost with it."""
+        """The record's value to eviction: the value that would be lost with the record."""
         return self.value if self.own is None else self.own
 
 
 @dataclass(frozen=True)
 class Spare:
-    """A second slot, and transition blocks for it."""
+    """An incomplete record's second slot, and the transition blocks for it."""
 
     slot: int
     transition_blocks: int
@@ -57,8 +57,8 @@ class Spare:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a record was resumed from: that one's number, its columns, and, of a prefix, the records, by key,
-    that begin with the same pages."""
+    """The record from which another was resumed: its ``serial`` number and its ``columns``.  ``keys``: for a
+    prefix, the keys of records that begin with the same pages."""
 
     serial: int
     columns: int
@@ -67,10 +67,10 @@ class Beginning:
 
 @dataclass(eq=False)
 class Entry:
-    """One record: its place, and how many requests use it.  Written by the directory only.
+    """A record: its place in the pool and its users.  Only the directory writes it.
 
-    A key may have several: one that is found, and others that were forgotten while they were made or used.
-    ``pages`` may be another's, too, where a record was resumed from it.
+    A key may have several entries: one that lookups find, and forgotten ones that requests still make or use.
+    An entry shares ``pages`` with entries that were resumed from it.
     """
 
     key: SegmentKey
@@ -85,22 +85,22 @@ class Entry:
     resident: bool = False
     pins: int = 0
     forgotten: bool = False
-    """Not found any more; it goes as soon as it is complete and nobody uses it."""
+    """Lookups no longer find the entry; it leaves once it is complete and no request uses it."""
     spare: Spare | None = None
-    """While it is made in stretches."""
+    """The second slot while stretches make the record."""
     state_pages: int = 0
-    """So many pages its states lie in, besides those of K and V."""
+    """Number of pages that the record's states take, besides the pages of K and V."""
     is_checkpoint: bool = False
-    """It was made on the way to a record."""
+    """Whether the entry was made as a part of another record."""
     within: set[SegmentKey] = field(default_factory=set)
-    """Records of which it holds a part."""
+    """Keys of the records of which the entry holds a part."""
     base: Entry | None = None
-    """A pinned record whose pages it was reserved with, until it is resumed, or complete."""
+    """The pinned record whose pages the entry was reserved with, until the entry is resumed or complete."""
     begins: Beginning | None = None
-    """The beginning that it has in common with the record from which it was resumed; ``None``: it was
-    computed from its first token on."""
+    """The beginning shared with the record from which the entry was resumed; ``None``: the entry was computed
+    from its first token on."""
     lent: int = 0
-    """While it grows: its first pages, which count as those of the record that it grew from."""
+    """For a growing entry, the number of first pages, which count for the record that it grew from."""
 
     @property
     def space(self) -> Space:
@@ -109,16 +109,16 @@ class Entry:
 
     @property
     def charged(self) -> Space:
-        """What its tenant holds with it, as long as it is counted."""
+        """The space that counts in the tenant's share while the entry is counted."""
         return self.space - Space(self.lent)
 
     @property
     def held(self) -> bool:
-        """Whether its room cannot be given to others: requests use it, or it is being made."""
+        """Whether the entry's room cannot be freed: requests use the record, or it is incomplete."""
         return self.pins > 0 or not self.resident
 
     @property
     def counted(self) -> bool:
-        """Whether it is part of what its tenant holds.  A checkpoint is not: it has pages of a record, and is
-        held only while that is made."""
+        """Whether the entry counts in its tenant's share.  A checkpoint does not: it shares a record's pages,
+        and is held only while that record is made."""
         return self.held and not self.is_checkpoint

@@ -1,4 +1,4 @@
-"""When records expire: those whose time has come are found without looking at the others."""
+"""Expiry times of records; a heap finds expired records without a scan of all records."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _SLACK = 64
 
 
 class Expiries:
-    """Unix times by record.  The scheduler's thread only."""
+    """Expiry times, in Unix time, by record.  For the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._at: dict[SegmentKey, float] = {}
         self._soonest: list[tuple[float, SegmentKey]] = []
-        """A heap of these, and of former ones: at most twice as many, and a few."""
+        """A heap of present and replaced times, at most twice as many as present ones plus ``_SLACK``."""
 
     def items(self) -> ItemsView[SegmentKey, float]:
-        """All of them."""
+        """Return all records and their times."""
         return self._at.items()
 
     def set(self, key: SegmentKey, at: float | None) -> None:
-        """Replace the record's time; ``None``: it has none."""
+        """Replace the record's time; ``None``: the record never expires."""
         if at is None:
             self._at.pop(key, None)
             return

@@ -1,9 +1,9 @@
-"""Checkpoints from the store's tiers: the deepest that one has of a record that none has.
+"""Checkpoints from tiers: without a stored record, the pool fetches the record's deepest stored checkpoint.
 
 record missed, checkpoints found -> place for the deepest -> fetched there -> the rest is computed behind it
 
-What comes is a checkpoint of the pool like one that was made with the record.  One that does not come after
-all, for want of room or soundness, changes what is computed, nothing else.  The scheduler's thread only.
+A fetched checkpoint is the same as one made with its record.  If it does not come, for lack of room or as it
+is damaged, the engine computes more tokens, and nothing else changes.  For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .worker_view import WorkerView
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A checkpoint on its way, for ``record``; ``others`` wait for it, too."""
+    """A checkpoint on its way for ``record``; ``others``: more records that wait for the checkpoint."""
 
     record: Entry
     stretch: Stretch
@@ -32,7 +32,7 @@ class _Fetch:
 
 
 class FetchedCheckpoints:
-    """The checkpoints that are on their way from tiers into an engine's pool."""
+    """Tracks the checkpoints on their way from tiers into an engine's pool."""
 
     def __init__(
         self,
@@ -46,23 +46,23 @@ class FetchedCheckpoints:
         self._directory, self._stretches, self._arrivals = directory, stretches, arrivals
         self._admission, self._requests, self._view = admission, requests, view
         self._fetches: dict[int, _Fetch] = {}
-        """Fetches by the serials of the checkpoints that they bring."""
+        """Fetches by the serial numbers of their checkpoints."""
 
     def __contains__(self, serial: int) -> bool:
-        """Whether the record of this number is a checkpoint on its way."""
+        """Whether the record with this serial number is a checkpoint on its way."""
         return serial in self._fetches
 
     def pinned(self) -> list[Entry]:
-        """The checkpoints on their way."""
+        """Return the checkpoints on their way, each of which is pinned."""
         return [fetch.stretch.target for fetch in self._fetches.values()]
 
     def wanted(self, segment: CachedSegment) -> tuple[SegmentKey, ...]:
-        """What a tier may have instead of the segment's record, the best first."""
+        """Return keys of checkpoints that a tier may have instead of the segment's record, the best first."""
         return tuple(checkpoint.key for checkpoint in self._stretches.deeper(segment))
 
     def start(self, entry: Entry, found: Collection[SegmentKey]) -> bool:
-        """No tier has a record, but these of its checkpoints: have the deepest fetched that is worth it.
-        False: there is none."""
+        """Order the deepest worthwhile checkpoint of ``found``, as no tier has the record itself; return
+        false if no checkpoint can be fetched.  ``found``: keys that the tiers have."""
         owners = self._admission.holders(entry)
         if not found or entry.forgotten or not owners:
             return False
@@ -86,8 +86,8 @@ class FetchedCheckpoints:
         return True
 
     def ended(self, serial: int, source: str | None) -> None:
-        """It is here, from ``source``, or will not come (``None``): the records that wait for it are to be
-        computed."""
+        """End a fetch and queue the records that wait for it to be computed.  ``source``: the origin of the
+        arrived checkpoint; ``None``: the fetch failed."""
         fetch = self._fetches.pop(serial)
         if source is None:
             self._give_up(fetch.stretch.target)

@@ -1,4 +1,4 @@
-"""Records that grow: places in the directory for what a request generates."""
+"""Growing records: places in the directory for the tokens behind a prompt's prefix."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .entries import Beginning, Entry, Need
 
 
 class GrowingDirectory(SegmentDirectory):
-    """The directory of an engine in which records grow.  Nobody finds one before its end."""
+    """The directory of an engine with growing records.  Lookups find a record only after its growth ends."""
 
     def __init__(self, *args: Any, reach: float = 1.0, **kwargs: Any) -> None:
-        """``reach``: bytes of the pool and of tiers behind it, over those of the pool."""
+        """``reach``: the ratio of the bytes of pool and tiers to the bytes of the pool."""
         super().__init__(*args, **kwargs)
         self._reach = reach
         self._superseded: dict[SegmentKey, Entry] = {}
-        """The oldest first."""
+        """Records that leave first, by key, the oldest first."""
 
     @classmethod
     def of(cls, config: HypicConfig, geometry: PoolGeometry) -> GrowingDirectory:
-        """The directory of an engine's pool."""
-        # What is asked for must be in the pool.
+        """Return the directory of an engine's pool."""
+        # The pool must admit every requested record.
         policy = make_policy(config.store.eviction, "always")
         reach = 1 + config.store.tier_bytes / max(1, geometry.nbytes)
         state_pages = geometry.state_pages
         return cls(geometry.space, geometry.page_tokens, policy=policy, state_pages=state_pages, reach=reach)
 
     def leaves_at(self) -> int:
-        """What ``evictions`` will be when what is here now has left pool and tiers, if nobody asks for it.
-        Too few where superseded records leave, which come before their turn."""
+        """Estimate the value of ``evictions`` at which all present records, if unused, have left pool and
+        tiers.  The estimate is too low where superseded records leave, as these leave before their turn."""
         return self.evictions + int(self._reach * len(self))
 
     def begin_growth(self, record: Entry) -> Entry | None:
-        """Reserve a place, pinned, for a record that nobody finds, which has the pages of ``record`` and will
-        :meth:`grow`; ``None``: there is no room for it."""
+        """Reserve and pin an unlisted record that shares the pages of ``record`` and will :meth:`grow`;
+        return ``None`` without room.  Lookups do not find it."""
         victims = self._victims(self.slots.space, [record.key])
         if victims is None:
             return None
@@ -55,7 +55,7 @@ class GrowingDirectory(SegmentDirectory):
         return entry
 
     def grow(self, entry: Entry) -> bool:
-        """Give it one page more; false: there is none."""
+        """Add one page to a growing record; return false without room."""
         more = self.pages_for(self.page_tokens)
         victims = self._victims(Space(more), [])
         if victims is None:
@@ -68,8 +68,8 @@ class GrowingDirectory(SegmentDirectory):
         return True
 
     def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
-        """It is complete, and found as ``key`` from now on, with ``need.columns`` of what it has; without a
-        key, or if there is such a record: it goes.  Whether it is found."""
+        """Complete a growing record, which lookups find as ``key`` from now on, with its first
+        ``need.columns``.  Without a key, or if ``key`` has a record, drop it.  Return whether it stays."""
         self.release([entry])
         if key is None or need is None or key in self._entries:
             self._drop(entry, evicted=False)
@@ -84,7 +84,7 @@ class GrowingDirectory(SegmentDirectory):
         return True
 
     def supersede(self, entry: Entry) -> None:
-        """Nobody is likely to use the record, or all of it: unless somebody does, it leaves first of all."""
+        """Let a record leave first of all, as requests are unlikely to use all of it; a pin undoes this."""
         if self._entries.get(entry.key) is entry:
             self._superseded[entry.key] = entry
 

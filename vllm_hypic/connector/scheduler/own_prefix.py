@@ -1,4 +1,4 @@
-"""What a request captures of its own prefix while it runs: see :mod:`.prefixes`."""
+"""Plan of a request that captures its own prefix while it runs: see :mod:`.prefixes`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .entries import Entry
 
 @dataclass(frozen=True)
 class PrefixStretch:
-    """Tokens ``[first, stop)`` of a prefix.  States behind them go to ``target``: its record, or a
-    checkpoint, which is pinned."""
+    """Tokens ``[first, stop)`` of a prefix.  ``target``: takes the states behind these tokens; the prefix's
+    record, or a pinned checkpoint."""
 
     first: int
     stop: int
@@ -21,10 +21,10 @@ class PrefixStretch:
 
 @dataclass(frozen=True)
 class OwnPrefix:
-    """A request captures the record of its prefix, which has the place ``entry``.
+    """The prefix that a request captures into the record at the place ``entry``.
 
-    ``plan``: what it runs, behind ``base``, which is pinned as long as it lives; ``ahead``: stretches that
-    are not complete, ascending.
+    ``plan``: the plan that the request runs, behind ``base``, which stays pinned until the request ends;
+    ``ahead``: incomplete stretches, ascending.
     """
 
     entry: Entry
@@ -34,9 +34,9 @@ class OwnPrefix:
 
     @property
     def first(self) -> int:
-        """Tokens that it does not compute."""
+        """Number of the prefix's tokens that the request does not compute."""
         return 0 if self.base is None else self.base.columns
 
     def makes(self, entry: Entry) -> bool:
-        """Whether this is a record that it has yet to complete."""
+        """Whether the request has yet to complete this record."""
         return any(stretch.target is entry for stretch in self.ahead)

@@ -1,4 +1,4 @@
-"""Pages of the public pool.  Several records may have one: those that were resumed, and their checkpoint."""
+"""Pages of the public pool.  Several records may share a page: a checkpoint, and records resumed from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Pages:
-    """Which pages are free, and how many records have each of the others."""
+    """Tracks free pages, and the number of records that use each other page."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -16,34 +16,34 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """How many pages nobody has."""
+        """The number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> tuple[int, ...]:
-        """So many free pages, which have one user now."""
+        """Take ``count`` free pages, each with one user from now on, and return them."""
         taken = tuple(self._free.pop() for _ in range(count))
         self.use(taken)
         return taken
 
     def use(self, pages: Iterable[int]) -> None:
-        """One more record has these."""
+        """Count one more record as user of these pages."""
         for page in pages:
             self._users[page] += 1
 
     def leave(self, pages: Iterable[int]) -> None:
-        """One record less has these."""
+        """Count one record less as user of these pages, and free pages without users."""
         for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
 
     def freed(self, pages: Iterable[int], left: Counter[int]) -> int:
-        """How many become free with a record that has ``pages``, after others have left theirs, which
-        ``left`` counts."""
+        """Return how many of a record's ``pages`` become free when the record leaves.  ``left``: per page,
+        the number of records that leave before."""
         return sum(left[page] + 1 == self._users[page] for page in pages)
 
     def check(self, used: Iterable[int]) -> None:
-        """Raise ``RuntimeError`` unless exactly these are used, each so often as it is named."""
+        """Raise ``RuntimeError`` unless exactly these pages are used, each as often as ``used`` names it."""
         users = Counter(used)
         if sorted([*users, *self._free]) != list(range(self.total)):
             raise RuntimeError("public pool: a page is lost, or used and free")

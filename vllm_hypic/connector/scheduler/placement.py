@@ -1,4 +1,4 @@
-"""Which checkpoints of a record are kept.  It changes what is computed again, never what is answered."""
+"""Choice of a record's checkpoints.  The choice affects the work of later requests, not their answers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ...primitives.plan import CachedSegment
 from ...store.placement.planner import CheckpointPlanner
 
 REMEMBERED = 100_000
-"""Boundaries of the segments that were computed last, by which it is known how deep another overlaps."""
+"""The most boundaries of recent segments that are remembered, to find how deep a new segment overlaps."""
 LEAST_OVERLAPS = 20
-"""Overlaps before placements are learned from them; until then checkpoints stand evenly."""
+"""The number of overlaps before placements are learned; until then checkpoints stand evenly."""
 REFRESH = 10
-"""Overlaps after which placements are planned anew."""
+"""The number of overlaps after which placements are planned anew."""
 APART_TOKENS = 1024
-"""Tokens between checkpoints of a prefix, until it is known where they are of use."""
+"""Tokens between checkpoints of a prefix, until placements are learned."""
 
 
 class Parting(NamedTuple):
-    """Tokens with which an earlier segment began, too, and whether it ended there."""
+    """``at``: number of leading tokens shared with an earlier segment; ``goes_on``: that one ended there."""
 
     at: int
     goes_on: bool
 
 
 class _Placement:
-    """Where records of one kind have parted from earlier ones, and are likely to: the optimum for the depths
-    of overlaps seen lately (Sparse Prefix Caching).
+    """Learns where records of one kind part from earlier ones, and plans checkpoints there: the optimum for
+    the depths of recent overlaps (Sparse Prefix Caching).
 
-    ``grid``: tokens between places for checkpoints; ``state_bytes``: what one takes.
+    ``grid``: tokens between possible checkpoints; ``state_bytes``: bytes of one checkpoint.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class _Placement:
         state_bytes: int,
     ) -> None:
         self._seen: OrderedDict[str, int] = OrderedDict()
-        """Where the last segment that had each boundary ended."""
+        """The end, in tokens, of the last segment with each boundary, by the boundary's key."""
         self._overlaps = 0
         self._planner = CheckpointPlanner(
             max(1, grid),
@@ -56,7 +56,7 @@ class _Placement:
         )
 
     def parts_at(self, segment: CachedSegment) -> Parting:
-        """Where it parts from an earlier one, which begins like it; remembers this one."""
+        """Return where the segment parts from an earlier one with the same begin; remember the segment."""
         ends = [*((c.stop, c.key) for c in segment.checkpoints), (segment.stop, segment.key)]
         shared = former = next((stop for stop, key in reversed(ends) if key in self._seen), 0)
         if shared > segment.head:
@@ -67,8 +67,8 @@ class _Placement:
         return Parting(shared, goes_on=shared == former)
 
     def remember(self, segment: CachedSegment, *, asked: bool = True) -> None:
-        """There is a record of this segment now.  ``asked``: by a prompt that ends with it; another begins
-        with one that was remembered, and whoever parts there parts from that."""
+        """Remember the boundaries of a segment that has a record.  ``asked``: a prompt ends with the segment.
+        Otherwise known boundaries keep their ends: a later prompt that parts there parts from the former."""
         for key in (*(c.key for c in segment.checkpoints), segment.key):
             if asked or key not in self._seen:
                 self._seen[key] = segment.stop
@@ -78,18 +78,18 @@ class _Placement:
 
     @property
     def learned(self) -> bool:
-        """Whether it is known well enough where others will part."""
+        """Whether enough overlaps were seen to predict where later segments will part."""
         return self._overlaps >= LEAST_OVERLAPS
 
     def likely(self, segment: CachedSegment, parts_at: int) -> set[int]:
-        """Where others will part."""
+        """Return the token counts at which later segments are likely to part from this one."""
         depths = self._planner.boundaries(segment.columns, max(0, parts_at - segment.head))
         return {segment.head + depth for depth in depths}
 
 
 class SegmentPlacement:
-    """Keeps checkpoints of a segment where it parts from earlier ones, just before its record's end, and
-    where those that come are likely to part.
+    """Keeps a segment's checkpoints where the segment parts from earlier ones, just before its record's end,
+    and where later segments are likely to part.
 
     Without linear layers checkpoints take no room, and all are kept.
     """
@@ -104,7 +104,7 @@ class SegmentPlacement:
         )
 
     def kept(self, segment: CachedSegment) -> frozenset[int]:
-        """Where the record, which is about to be computed, should have checkpoints."""
+        """Return the token counts at which the record, about to be computed, should have checkpoints."""
         parts_at = self._seen.parts_at(segment).at
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
         if not self._has_states or len(stops) <= self._most:
@@ -118,9 +118,9 @@ class SegmentPlacement:
 
 
 class PrefixPlacement:
-    """Keeps checkpoints of a prompt's prefix where it parts from earlier ones, where those that come are
-    likely to part; every so many tokens as long as that is not known, or as far apart as keeps to their
-    number."""
+    """Keeps a prefix's checkpoints where the prefix parts from earlier ones, and where later prefixes are
+    likely to part.  Until that is learned, checkpoints stand :data:`APART_TOKENS` apart, or farther where
+    their number is limited."""
 
     def __init__(
         self, config: HypicConfig, geometry: PoolGeometry, prefill_flops: Callable[[int], float]
@@ -129,8 +129,8 @@ class PrefixPlacement:
         self._seen = _Placement(config, geometry, prefill_flops, config.page_tokens, geometry.slot_bytes)
 
     def kept(self, segment: CachedSegment, *, prompts_grow: bool = False) -> frozenset[int]:
-        """Where the record, which is about to be computed, should have checkpoints.  ``prompts_grow``: who
-        goes on from where another ended is gone on from in turn, and nobody needs what the other had."""
+        """Return the token counts at which the record, about to be computed, should have checkpoints.
+        ``prompts_grow``: each prompt continues the last one; no prompt needs the last one's end."""
         parts_at, goes_on = self._seen.parts_at(segment)
         stops = [checkpoint.stop for checkpoint in segment.checkpoints]
         wanted = set() if prompts_grow and goes_on else {parts_at}
@@ -142,5 +142,5 @@ class PrefixPlacement:
         return frozenset(wanted.intersection(stops))
 
     def grown(self, segment: CachedSegment) -> None:
-        """A record has become one of this prefix: whoever shares less of it parts from it there."""
+        """Remember a record that has grown to this prefix: prompts that share less part from it there."""
         self._seen.remember(segment, asked=False)

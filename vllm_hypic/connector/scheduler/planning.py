@@ -1,4 +1,4 @@
-"""Plans requests: a pure function of the prompt, its options and the size of the pool."""
+"""Plans of requests: a pure function of the prompt, the request's options and the size of the pool."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the planner needs to know of a request; ``media``, which is asked where the prompt is cut: its
-    images, by indices of ``token_ids``, or :class:`~...primitives.pieces.PromptError`."""
+    """The planner's view of a request.  ``media``: called only if the prompt is cut; returns the prompt's
+    images, by indices of ``token_ids``, or raises :class:`~...primitives.pieces.PromptError`."""
 
     token_ids: list[int]
     extra_args: Mapping[str, Any] | None
@@ -47,10 +47,11 @@ def _no_tokenizer() -> Any:
 
 @dataclass(frozen=True)
 class PlanningTexts:
-    """What planning asks of the model's tokenizer, when a request first needs it.
+    """Texts that planning gets from the model's tokenizer, when a request first needs them.
 
-    ``context``: token ids of the context ``text``; ``words``: what islands are chosen by.  Without a
-    tokenizer both raise ``LinkError``.  ``learned``: the engine's learned context, which needs none.
+    ``context``: returns the token ids of the context ``text``; ``words``: returns the words that choose
+    islands.  Without a tokenizer both raise ``LinkError``.  ``learned``: the engine's learned context, which
+    needs no tokenizer.
     """
 
     context: Callable[[], tuple[int, ...]] = _no_tokenizer
@@ -64,9 +65,9 @@ NO_TOKENIZER = PlanningTexts()
 class Planner:
     """Plans the requests of one engine.
 
-    ``prefill_flops(tokens)``: what prefilling a segment costs.  Of ``directory`` only the size matters, and
-    what users pinned there: nobody may plan with its place.  ``reads_successors``: some layers read with each
-    token its successor.
+    ``prefill_flops(tokens)``: FLOPs of a segment's prefill.  ``directory``: only its size matters, and the
+    room of records pinned by users, which no plan may use.  ``reads_successors``: some layers read each
+    token's successor, too.
     """
 
     def __init__(
@@ -83,22 +84,22 @@ class Planner:
     ) -> None:
         self._config, self._geometry = config, geometry
         self.namespace = namespace
-        """Namespace and generation of the records that requests are planned with from now on."""
+        """Namespace and generation of the records that new requests use."""
         self._max_model_len = max_model_len
         self._primitive_ids = primitive_ids
         self._ids: PrimitiveIds | None = None
         self._prefill_flops = prefill_flops
         self._directory = directory
-        # What a plan takes must fit its tenant's share, too: it could never be admitted.
+        # A plan must also fit its tenant's share: otherwise the request could never be admitted.
         share = min(config.max_request_fraction, config.max_tenant_fraction)
         self.request_share = directory.total.part(share)
-        """What one request may take of the pool."""
+        """The part of the pool that one request may take."""
         self._context = cache(texts.context)
         self.learned = texts.learned
         self._words = cache(texts.words)
         self.reads_successors = reads_successors
         self.shared_tiers = tuple(shared_tiers(config.store))
-        """Identities of the tiers that other engines use, too; fastest first."""
+        """Identities of the tiers that other engines use, too, the fastest first."""
 
     @property
     def ids(self) -> PrimitiveIds:
@@ -122,9 +123,9 @@ class Planner:
         )
 
     def plan(self, request: PlanRequest) -> PromptPlan | None:
-        """Plan a request; ``None`` when it has no primitives and no segments.  Changes nothing.
+        """Plan a request; return ``None`` if it has no primitives and no segments.  Changes nothing.
 
-        Raises ``LinkError`` or ``PromptError`` when it asks for something impossible.
+        Raises ``LinkError`` or ``PromptError`` if the request asks for something impossible.
         """
         ids, spans = request.token_ids, None
         marked = self.ids.contains(ids)
@@ -133,7 +134,7 @@ class Planner:
         config = self._config
         method = link_of_request(request.extra_args, config.link_defaults)
         if spans and not method.reuse:
-            return None  # the ordinary request
+            return None  # vLLM computes the request as any ordinary one
         if reason := method.refused_by(self.traits):
             raise LinkError(reason)
         media = request.media()
@@ -154,8 +155,8 @@ class Planner:
         )
 
     def plan_prefix(self, request: PlanRequest) -> PromptPlan | None:
-        """Plan a request without segments whose prefix is to be cached here; ``None``: it is not, or too
-        short.  Changes nothing.  Raises ``LinkError``."""
+        """Plan a request without segments whose prefix the pool should cache; return ``None`` if the pool
+        caches no prefixes, or this one is too short.  Changes nothing.  Raises ``LinkError``."""
         config = self._config
         method = link_of_request(request.extra_args, config.link_defaults)
         if config.prefix == "stock" or not method.reuse:
@@ -172,7 +173,8 @@ class Planner:
         )
 
     def tokens_behind(self, context: str) -> tuple[int, ...]:
-        """Tokens of a fixed context; none of others.  Raises ``LinkError`` where the engine has it not."""
+        """Return the tokens of a fixed context; empty for all other contexts.  Raises ``LinkError`` if the
+        engine lacks the context."""
         if context == "learned":
             if self.learned is None:
                 raise LinkError(NONE_HERE)
@@ -185,18 +187,18 @@ class Planner:
         return choose_islands(interiors, query, budget, self._words())
 
     def transfer(self, request: PlanRequest) -> Transfer:
-        """What a request says of other instances.  Changes nothing; raises ``LinkError``."""
+        """Return the request's options about other instances.  Changes nothing; raises ``LinkError``."""
         parallel = self._config.segment_parallel
         longest_s = None if parallel is None else parallel.deadline_s
         return transfer_of_request(request.extra_args, longest_s=longest_s, shared=self.shared_tiers)
 
     def limits(self) -> PoolLimits:
-        """What a request may take for records of which none is kept."""
+        """Return the limits of a request without kept records."""
         return self._limits(self._unkept.least(self.request_share))
 
     @property
     def _unkept(self) -> Space:
-        """Everything but what records hold that nobody may evict."""
+        """The space of the pool without the space of kept records."""
         return self._directory.total - self._directory.kept_space()
 
     def _limits(self, room: Space) -> PoolLimits:
@@ -211,11 +213,12 @@ class Planner:
         )
 
     def need(self, segment: CachedSegment, stop: int | None = None, behind: int = 0) -> Need:
-        """What the segment's record takes of the pool, and what it is worth: at most one transition block per
-        head of every linear layer, and none for a leading segment, as nothing stands before it.
+        """Return the need and the value of a segment's record.  The record needs at most one transition block
+        per head of every linear layer; a leading segment needs none, as no tokens stand before it.
 
-        ``stop``: that of its tokens before ``stop`` alone, a checkpoint, with the pages of the record.
-        ``behind``: of a prefix, it is worth what it has behind so many tokens, which another has, too.
+        ``stop``: for a checkpoint, the number of the segment's tokens before it; it shares the record's
+        pages.  ``behind``: for a prefix, the number of first tokens that another record shares; only later
+        tokens count in the record's own value.
         """
         leading = segment.role is Role.LEADING
         blocks = 0 if leading else self._geometry.record_transition_blocks
@@ -229,7 +232,7 @@ class Planner:
         return replace(need, value=value, has_spare=stop is None and segment.has_spare)
 
     def need_grown(self, columns: int, behind: int) -> Need:
-        """What the record of a prefix of so many tokens takes, and what it is worth, as :meth:`need` says."""
+        """Return the need and the value of a prefix's record of ``columns`` tokens; see :meth:`need`."""
         return self._prefix_need(Need(columns), columns, behind)
 
     def _prefix_need(self, need: Need, stop: int, behind: int) -> Need:
@@ -241,7 +244,7 @@ class Planner:
 
     @property
     def quadratic(self) -> float:
-        """What attention adds to a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""
+        """Attention's part in a prefill: n tokens take FLOPs in proportion to ``n + quadratic * n^2``."""
         n = 4096
         once, twice = self._prefill_flops(n), self._prefill_flops(2 * n)
         square = (twice - 2 * once) / (2 * n * n)

@@ -1,12 +1,12 @@
 """Prefixes: a prompt without segments captures its own prefix while it runs.
 
     tokens    [ checkpoint that is here | stretch 1 | stretch 2 | rest ] generated ...
-    request     composed                  computed                       as ever
+    request     composed                  computed                       as usual
 
-There is no request but the prompt's own: it goes on from the last checkpoint that is here, and what it
-computes up to the end of its prefix becomes a record on the way, in stretches that end where checkpoints are
-kept.  Each is there for others once a pass has gone beyond its end.  Passes may end anywhere.  Where the
-record is here already the prompt is composed of it, and captures nothing.
+The prompt needs no segment request: it resumes from the last checkpoint in the pool.  Its own prefill fills
+the record, in stretches that end at kept checkpoints.  Other requests find a stretch's checkpoint once a pass
+has run beyond the stretch's end.  Passes may end anywhere.  If the pool has the record already, the prompt is
+composed of the record and captures nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .placement import PrefixPlacement
 
 
 class Prefixes:
-    """Gives requests their own prefixes to capture.
+    """Lets requests capture their own prefixes.
 
-    ``need(segment, stop, behind)``: see :meth:`.Planner.need`; ``complete(segment, entry, base)`` is told of
-    records that are.
+    ``need(segment, stop, behind)``: see :meth:`.Planner.need`; ``complete(segment, entry, base)``: called for
+    each complete record.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class Prefixes:
         self._ends = Continuations(directory)
 
     def asked(self, segment: CachedSegment) -> None:
-        """A prompt with this prefix has come."""
+        """Note the arrival of a prompt with this prefix."""
         self._ends.asked(segment)
 
     def begin(self, request_id: str, segment: CachedSegment, entry: Entry, priority: int) -> int:
-        """Have a request, which has not run yet, capture the record of its prefix; how many tokens the
-        checkpoint has from which it goes on.  ``priority``: that of the most urgent request that waits for
-        the record."""
+        """Let a request that has not run yet capture its prefix's record; return the number of tokens in the
+        checkpoint that the request resumes from.  ``priority``: that of the most urgent request that waits
+        for the record."""
         request = self._admission.requests[request_id]
         request.own = own = self._own(request.plan, segment, entry)
         if own.base is not None:
@@ -61,8 +61,8 @@ class Prefixes:
         return own.first
 
     def _own(self, plan: PromptPlan, segment: CachedSegment, entry: Entry) -> OwnPrefix:
-        """Behind the last checkpoint that is here; others get places, where they are to be kept and find
-        room."""
+        """Return the stretches behind the last checkpoint in the pool; reserve places for later checkpoints,
+        as far as the placement keeps them and the pool has room."""
         directory, kept = self._directory, self._placement.kept(segment, prompts_grow=self._ends.likely)
         at = base = None
         if (found := directory.deepest(segment.checkpoints, entry.base)) is not None:
@@ -82,12 +82,12 @@ class Prefixes:
         return own
 
     def take_begun(self) -> dict[str, PromptPlan]:
-        """Requests that capture their own prefixes from now on, and what they run; since the last call."""
+        """Return requests that began to capture their prefixes since the last call, and their new plans."""
         begun, self._begun = self._begun, {}
         return begun
 
     def passed(self, request_id: str, end: int) -> None:
-        """A pass of a request is over that ended before index ``end`` of its stream."""
+        """Complete the stretches filled by a finished pass that ended before stream index ``end``."""
         request = self._admission.requests.get(request_id)
         if request is None or (own := request.own) is None:
             return
@@ -100,8 +100,9 @@ class Prefixes:
                 self._directory.release([done])
 
     def end(self, request: ComposedRequest) -> list[Entry]:
-        """A request is over, and has let its records go; places of what it did not complete for which others
-        wait.  Where prompts do not go on from where others ended, its end leaves before its checkpoints."""
+        """Free the incomplete places of a request that has ended and released its records; return the places
+        for which other requests wait.  Where prompts rarely continue earlier ones, the whole record leaves
+        before its checkpoints."""
         self._begun.pop(request.request_id, None)
         if (own := request.own) is None:
             return []

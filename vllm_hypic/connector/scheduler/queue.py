@@ -1,4 +1,4 @@
-"""Requests whose records are yet to be pinned, and whose turn it is.  The scheduler's thread only."""
+"""Queue of requests that wait for room for their records.  For the scheduler's thread only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 
 _Turn = tuple[int, float, int, str]
-"""A priority, a tenant's share, the number of its first request, and the tenant: the least comes first."""
+"""A priority, a tenant's share, its first request's number, and the tenant; the least comes first."""
 
 
 class PendingQueue:
-    """Smaller priorities come first, then the tenant that holds the least at present, then who came first.
+    """Orders requests by priority (the smallest first), then by the share that their tenants hold now (the
+    least first), then by arrival.
 
-    A tenant's requests of one priority keep their order.  So a request waits for more urgent ones, for those
-    that its tenant was given room for before, and for those that came before it: nobody else can keep it
-    waiting, however many there are.  ``held(tenant)``: the share of the pool that a tenant holds.
+    A tenant's requests of one priority keep their order.  So a request waits only for more urgent requests,
+    for earlier requests, and for requests of its own tenant that got room before.  ``held(tenant)``: the
+    share of the pool that a tenant holds.
     """
 
     def __init__(self, held: Callable[[str], float]) -> None:
         self._held = held
         self._lines: dict[tuple[int, str], OrderedDict[str, int]] = {}
-        """Requests of each priority and tenant in the order in which they came, and their numbers in it."""
+        """Requests of each priority and tenant, in order of arrival, with their arrival numbers."""
         self._line_of: dict[str, tuple[int, str]] = {}
         self._numbers = count()
 
@@ -30,7 +31,7 @@ class PendingQueue:
         return len(self._line_of)
 
     def __iter__(self) -> Iterator[str]:
-        """All requests, in no particular order."""
+        """Iterate over all requests, in no particular order."""
         return iter(self._line_of)
 
     def add(self, request_id: str, tenant: str, priority: int) -> None:
@@ -39,7 +40,7 @@ class PendingQueue:
         self._line_of[request_id] = line
 
     def discard(self, request_id: str) -> None:
-        """The request waits no longer, if it did."""
+        """Remove the request, if it waits."""
         line = self._line_of.pop(request_id, None)
         if line is not None:
             del self._lines[line][request_id]
@@ -47,10 +48,10 @@ class PendingQueue:
                 del self._lines[line]
 
     def in_turn(self) -> Iterator[str]:
-        """The request whose turn it is, then the next one, and so on.
+        """Yield the requests in their turn.
 
-        Whoever takes one discards it before asking for the next; if one is left, its tenant's others are
-        passed by.  Takes time in proportion to the number of tenants that wait, not of requests.
+        The caller discards a yielded request before the next step; if it does not, the iterator skips all
+        other requests of that tenant.  The time grows with the number of waiting tenants, not of requests.
         """
         turns = [self._turn(line) for line in self._lines]
         heapify(turns)

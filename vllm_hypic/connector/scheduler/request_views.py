@@ -1,4 +1,4 @@
-"""What the worker is told of requests that are about to run.  The scheduler's thread only."""
+"""Plans that the worker gets for requests about to run.  For the scheduler's thread only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .worker_view import WorkerView
 
 
 class RequestViews:
-    """Of composed requests and segment requests.  ``shared`` says how records are stored; ``None``: they are
-    not."""
+    """Makes the worker's plans of composed requests and segment requests.  ``shared``: decides how records
+    are stored; ``None`` without tiers."""
 
     def __init__(
         self,
@@ -26,9 +26,9 @@ class RequestViews:
         self._view, self._shared = view, shared
 
     def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
-        """The worker's view of a request that is about to run and reads records: a composed one, or a segment
-        request with a context.  ``with_prompt``: its sampling, or who drafts, asks for the whole
-        prompt."""
+        """Return the stream plan of a composed request, or of a segment request that reads records, about to
+        run; ``None`` for all other requests.  ``with_prompt``: include the whole prompt, as sampling or a
+        drafter reads it."""
         composed = self._admission.requests.get(request_id)
         if composed is not None:
             plan, islands = composed.running, composed.islands
@@ -39,8 +39,8 @@ class RequestViews:
         return None if work is None else self._view.behind(work)
 
     def captures(self, request_id: str) -> tuple[CapturePlan, ...]:
-        """The worker's view of what a request that is about to run captures: a segment request, or one of its
-        own prefix."""
+        """Return the capture plans of a request about to run: a segment request, or one that captures its own
+        prefix; empty for all other requests."""
         if (work := self._segment_requests.work_of(request_id)) is not None:
             stored = self._stored(work.segment, work.entry) if work.last else None
             return (self._view.capture(work, stored=stored),)
@@ -50,5 +50,5 @@ class RequestViews:
         return self._view.own(own, stored=self._stored(composed.segment(own.entry.key), own.entry))
 
     def _stored(self, segment: CachedSegment, entry: Entry) -> RecordPlace | None:
-        """How a record goes to the store once it is complete; ``None``: it does not."""
+        """Return how a record goes to the store once it is complete; ``None``: the record is not stored."""
         return None if self._shared is None or entry.forgotten else self._shared.place(segment, entry)

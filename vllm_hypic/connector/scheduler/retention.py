@@ -1,6 +1,6 @@
-"""What users and time do to records: pins, expiries, drops; the store is told, and says what it has.
+"""Retention: users pin, expire and drop records; the store gets orders, and reports the records that it has.
 
-The scheduler's thread only.
+For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .entries import Lookup, Need
 from .expiries import Expiries
 
 STORED_KEPT = 100_000
-"""Records of which it is remembered that the store was given them."""
+"""The most stored records that are remembered."""
 
 
 class PinRefused(ValueError):
-    """Pinning the record would leave too little of the pool to others."""
+    """Raised when a pin would leave too little of the pool to other records."""
 
 
 @dataclass(frozen=True)
 class RecordState:
-    """Where a record stands: complete in the pool, being made, or neither; its bytes there.  ``stored``: the
-    store was given it by this engine, or found it (a tier may have evicted it since); known of the
-    :data:`STORED_KEPT` records of which that was last said."""
+    """The state of a record: ``resident`` (complete in the pool), ``pending`` (being made), or neither; its
+    bytes in the pool.  ``stored``: the store got the record from this engine, or found it, and may have
+    evicted it since; known of the last :data:`STORED_KEPT` such records."""
 
     resident: bool
     pending: bool
@@ -43,9 +43,9 @@ class RecordState:
 
 
 class Retention:
-    """Which records stay and which go, requests aside; keys without a record are no errors.
+    """Decides which records users keep and drop, requests aside.  Keys without a record raise no errors.
 
-    Users know a record by its key in the first generation of ``namespace``.
+    Users name a record by its key in the first generation of ``namespace``.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Retention:
         self._namespace, self._orders = namespace, orders
         self._stored: OrderedDict[SegmentKey, None] = OrderedDict()
         self._expiries = Expiries()
-        """When records expire, by their keys in the first generation."""
+        """Unix times at which records expire, by the records' keys in the first generation."""
         self._dropping: dict[int, SegmentKey] = {}
-        """Records dropped while they were being made or used, by serial."""
+        """Keys of records that were dropped while requests made or used them, by serial number."""
         self._stats: StoreStats | None = None
 
     # -- orders to the worker ------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
-        """Whether the worker must be stepped although no request runs."""
+        """Whether the worker needs a step even when no request runs."""
         return bool(self._orders or self._gone())
 
     def order_late_deletes(self) -> None:
-        """Delete again what has left the pool: what was being made or used when it was dropped may have
-        reached the store since.  One that was asked for again since stays there."""
+        """Delete dropped records from the store again, once they have left the pool.  A record in use when it
+        was dropped may have reached the store later.  Records requested again stay there."""
         for serial in self._gone():
             key = self._dropping.pop(serial)
             if self._directory.lookup(key) is Lookup.MISS:
@@ -91,7 +91,7 @@ class Retention:
     # -- what the worker says ------------------------------------------------------------------
 
     def stored(self, keys: Iterable[SegmentKey]) -> None:
-        """The store was given these records, or has found them."""
+        """Note that the store has got, or has found, these records."""
         for key in keys:
             self._stored[key] = None
             self._stored.move_to_end(key)
@@ -99,20 +99,20 @@ class Retention:
             self._stored.popitem(last=False)
 
     def not_stored(self, key: SegmentKey) -> None:
-        """The store does not have it."""
+        """Note that the store does not have this record."""
         self._stored.pop(key, None)
 
     def absorb(self, stats: StoreStats) -> None:
-        """What the store counted since it was last heard of."""
-        self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have those
+        """Add the store's counts since its last report."""
+        self._stats = append_stats(self._stats, without_latencies(stats))  # the metrics have the latencies
 
     def store_stats(self) -> dict[str, dict[str, float]]:
-        """Numbers of each tier: counts since the start, levels as last reported; empty without a store and
-        until it has been heard of."""
+        """Return each tier's numbers: counts since the start, and last reported levels; empty without a store
+        or before its first report."""
         return {} if self._stats is None else {n: numbers_of(t) for n, t in self._stats.tiers.items()}
 
     def pool_stats(self) -> dict[str, float]:
-        """Levels of the pool; ``pinned``: records that users keep there."""
+        """Return the pool's levels; ``pinned``: the number of records that users keep there."""
         return {
             "bytes_used": self._geometry.bytes_of(self._directory.used),
             "bytes_budget": self._geometry.nbytes,
@@ -123,13 +123,13 @@ class Retention:
     # -- what users say ------------------------------------------------------------------------
 
     def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool, tenant: str = "") -> None:
-        """A ``tenant``'s record never leaves, neither the pool nor the store; also when it comes later.
+        """Keep a ``tenant``'s record in pool and store for good, now or when the record comes later.
 
-        ``tokens``: those of its segment.  They say what it takes, with a transition block for every head, and
-        twice where it may be made in stretches, as plans count it: the room that others may plan with is the
-        same while the record is away.
-        Raises :class:`PinRefused` when pinned records would take more of the pool than
-        ``max_pinned_fraction``, or the tenant's more than ``max_tenant_fraction``.
+        ``tokens``: number of tokens in its segment.  The record's space follows from it: with a transition
+        block per head, and doubled if stretches may make the record, as in plans.  The room that other
+        requests may plan with is the same while the record is away.  Raises :class:`PinRefused` if pinned
+        records would take more of the pool than ``max_pinned_fraction``, or the tenant's pinned records more
+        than ``max_tenant_fraction``.
         """
         key, directory = self._namespace.renamed(key), self._directory
         has_spare = not leading and may_have_checkpoints(tokens, self._config.checkpoint_tokens)
@@ -150,7 +150,7 @@ class Retention:
         self._order(StoreAction.PIN, key)
 
     def _check_pins(self, pinned: Space, share: float, whose: str, option: str) -> None:
-        """Raises :class:`PinRefused` where this is more than a share of the pool, which ``option`` sets."""
+        """Raise :class:`PinRefused` if ``pinned`` exceeds ``share`` of the pool, which ``option`` sets."""
         if not self._directory.total.part(share).covers(pinned):
             raise PinRefused(
                 f"{whose} would take {self._geometry.bytes_of(pinned)} bytes of the pool's "
@@ -165,7 +165,7 @@ class Retention:
         self._order(StoreAction.UNPIN, key)
 
     def drop_record(self, key: SegmentKey) -> None:
-        """Forget the record: no later request finds it, and it goes as soon as no earlier one uses it."""
+        """Forget the record: no later request finds it, and it leaves when no earlier request uses it."""
         self._expiries.set(key, None)
         key = self._namespace.renamed(key)
         self._directory.unkeep(key)
@@ -177,17 +177,17 @@ class Retention:
         self._order(StoreAction.DELETE, key)
 
     def expire_record(self, key: SegmentKey, at: float | None) -> None:
-        """The record is dropped at Unix time ``at``; ``None``: never."""
+        """Drop the record at Unix time ``at``; ``None``: never."""
         self._expiries.set(key, at)
         self._order(StoreAction.EXPIRE, self._namespace.renamed(key), at)
 
     def drop_expired(self) -> None:
-        """Drop the records whose time has come."""
+        """Drop the records whose expiry time has passed."""
         for key in self._expiries.take_due(time.time()):
             self.drop_record(key)
 
     def record_state(self, key: SegmentKey) -> RecordState:
-        """Changes nothing."""
+        """Return the record's state.  Changes nothing."""
         key = self._namespace.renamed(key)
         found = self._directory.lookup(key)
         if found is Lookup.MISS:
@@ -196,9 +196,9 @@ class Retention:
         return RecordState(found is Lookup.HIT, found is Lookup.PENDING, nbytes, key in self._stored)
 
     def reset(self, namespace: Namespace) -> None:
-        """From now on the generation is that of ``namespace``.  Forget every record, in the store as well.
+        """Switch to the generation of ``namespace``, and forget every record, in the store as well.
 
-        Pins and expiries hold for the same records of the new generation.
+        Pins and expiries stay in force for the same records of the new generation.
         """
         before, self._namespace = self._namespace, namespace
         for key in self._directory.kept:

@@ -1,6 +1,6 @@
 """Records on their way to the store: each rank copies its part at its own pace.
 
-The scheduler's thread only.
+For the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from ...primitives.keys import SegmentKey
 
 _REMEMBERED = 4096
-"""Records that some ranks handed to the store; others may never do so."""
+"""The most records remembered with parts of some ranks; the other ranks may never store their parts."""
 
 
 class Saves:
-    """``ranks``: workers that each have a part of every record, and hand it to the store once."""
+    """Counts stored parts of records.  ``ranks``: number of workers; each stores its part once."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._parts: OrderedDict[int, int] = OrderedDict()
-        """How many parts of a record the store was handed, by its number; of some, not of all."""
+        """Number of stored parts, by serial number, for records with missing parts."""
 
     def reported(self, saved: Mapping[tuple[int, SegmentKey], int]) -> list[SegmentKey]:
-        """Some ranks say that they handed parts of these records over; returns those that are whole now."""
+        """Count the parts that ranks report as stored; return the keys of records that are whole now."""
         whole = []
         for (serial, key), parts in saved.items():
             parts += self._parts.pop(serial, 0)

@@ -1,4 +1,4 @@
-"""Segment requests: internal requests that compute missing records.  The scheduler's thread only."""
+"""Segment requests: internal requests that compute missing records.  For the scheduler's thread only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .stretches import Stretch
 
 @dataclass(frozen=True)
 class SegmentRequest:
-    """A segment to be computed on behalf of ``for_request``: what it is computed behind, and its tokens up to
-    the interior's end.  ``priority``: that of the most urgent request that waits for it; ``waits``: for the
-    record of its context; ``media``: images, by indices of ``token_ids``."""
+    """A request that computes a segment for ``for_request``.  ``token_ids``: dummies, anchor and computed
+    tokens, at most up to the interior's end; ``priority``: that of the most urgent waiting request;
+    ``waits``: whether it waits for its context's record; ``media``: images, by indices of ``token_ids``."""
 
     request_id: str
     token_ids: list[int]
@@ -28,8 +28,8 @@ class SegmentRequest:
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """What a segment request does: it computes a stretch of the record of ``segment``, which has the place
-    ``entry``, behind the record ``context``, if that has one."""
+    """The work of a segment request: the stretch that it computes for the record of ``segment``.  ``entry``:
+    the record's place; ``context``: the record of the segment's context, if any."""
 
     segment: CachedSegment
     entry: Entry
@@ -38,19 +38,20 @@ class SegmentWork:
 
     @property
     def last(self) -> bool:
-        """The record is complete with it."""
+        """Whether the record is complete after this stretch."""
         return self.stretch.stop == self.segment.stop
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Ranges of the segment's tokens that are computed: its head, and the stretch."""
+        """Ranges ``[begin, end)`` of the segment's tokens that are computed: its head and the stretch."""
         first, stop = self.stretch.first, self.stretch.stop
         return [(0, stop)] if self.stretch.base_slot is None else [(0, self.segment.head), (first, stop)]
 
 
 @dataclass(frozen=True)
 class Incomplete:
-    """A record in the making that nobody computes or sends: from its beginning, or behind a stretch."""
+    """A reserved record that no request computes and no instance sends.  ``done``: the stretch behind which
+    it must be continued; ``None``: from its first token."""
 
     entry: Entry
     done: Stretch | None = None
@@ -66,9 +67,9 @@ class Follower:
 
 
 class SegmentRequests:
-    """The segment requests of one engine that have not ended.
+    """Tracks the segment requests of one engine that have not ended.
 
-    ``dummy_token`` stands before segments whose link method wants dummies; ``None``: their own first token.
+    ``dummy_token``: stands before segments of link methods with dummies; ``None``: the segment's first token.
     """
 
     def __init__(self, dummy_token: int | None) -> None:
@@ -76,16 +77,16 @@ class SegmentRequests:
         self._segments: dict[str, SegmentWork] = {}
         self._priorities: dict[str, int] = {}
         self._computed_by: dict[int, str] = {}
-        """Requests by the serials of the entries that they fill."""
+        """Requests by the serial numbers of the entries that they fill."""
         self._incomplete: list[Incomplete] = []
         self.started = 0
-        """Segment requests since the engine's start."""
+        """Number of segment requests since the engine's start."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._segments
 
     def start(self, work: SegmentWork, owner: str, priority: int) -> SegmentRequest:
-        """A new request for a stretch of a record that is reserved in the pool."""
+        """Return a new request for a stretch of a record that is reserved in the pool."""
         self.started += 1
         segment = work.segment
         request_id = f"hypic-segment-{segment.key[:16]}-{self.started}"
@@ -102,7 +103,7 @@ class SegmentRequests:
         return SegmentRequest(request_id, tokens, owner, priority, segment.context is not None, tuple(media))
 
     def behind(self, context: Entry) -> list[Follower]:
-        """The requests whose segments are computed behind this record."""
+        """Return the requests that compute their segments behind the record ``context``."""
         return [
             Follower(request_id, work.segment.context, self._priorities[request_id])
             for request_id, work in self._segments.items()
@@ -110,8 +111,8 @@ class SegmentRequests:
         ]
 
     def urge(self, entry: Entry, priority: int) -> list[str]:
-        """A request of this priority waits for the record: who computes it, and what that is computed behind,
-        is as urgent.  Returns the requests that were less urgent before."""
+        """Raise the request that computes the record, and the one that computes its context, to ``priority``.
+        Returns the requests that were less urgent before."""
         request_id = self._computed_by.get(entry.serial)
         if request_id is None or self._priorities[request_id] <= priority:
             return []
@@ -120,31 +121,31 @@ class SegmentRequests:
         return [request_id, *([] if context is None else self.urge(context, priority))]
 
     def entries(self) -> list[Entry]:
-        """The records that are being computed."""
+        """Return the records that segment requests compute."""
         return [work.entry for work in self._segments.values()]
 
     def work_of(self, request_id: str) -> SegmentWork | None:
-        """What a request does; ``None`` when it is none of ours."""
+        """Return the request's work; ``None`` if it is no segment request."""
         return self._segments.get(request_id)
 
     def unwanted(self, wanted: Set[SegmentKey]) -> list[str]:
-        """The requests whose records nobody has pinned, and that are none of ``wanted``."""
+        """Return the requests whose records no request has pinned, and whose keys ``wanted`` lacks."""
         works = self._segments.items()
         return [r for r, work in works if not work.entry.pins and work.segment.key not in wanted]
 
     def end(self, request_id: str) -> SegmentWork | None:
-        """Forget a request; what it did, or ``None`` when it was none of ours."""
+        """Forget a request and return its work; ``None`` if it is no segment request."""
         work = self._segments.pop(request_id, None)
         if work is not None:
             del self._priorities[request_id], self._computed_by[work.entry.serial]
         return work
 
     def compute_later(self, entry: Entry, done: Stretch | None = None) -> None:
-        """A reserved record did not come, its request died, or something is left to do behind a stretch:
-        :meth:`take_incomplete` tells of it."""
+        """Queue a reserved record for :meth:`take_incomplete`: it did not arrive, its request died, or tokens
+        behind the stretch ``done`` are left to compute."""
         self._incomplete.append(Incomplete(entry, done))
 
     def take_incomplete(self) -> list[Incomplete]:
-        """Reserved records since the last call that nobody computes or sends."""
+        """Return and clear the queue of reserved records that no request computes and no instance sends."""
         found, self._incomplete = self._incomplete, []
         return found

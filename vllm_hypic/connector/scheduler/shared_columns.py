@@ -1,11 +1,11 @@
-"""What records share is stored once: which of them are stored without columns that another stored one has.
+"""Shared columns: the store keeps K and V that several records share once, with one of these records.
 
-conversation   record of turn 1: whole       that of turn 2: its own columns, on that of turn 1       ...
-checkpoint     states alone, on the record that it was made with, or that was resumed from it
+conversation   turn 1: the whole record      turn 2: its own columns, based on the record of turn 1      ...
+checkpoint     states alone, based on the record made with it, or on a record resumed from it
 
-Records of segments are always stored whole: users pin and delete them one by one.  Of checkpoints those go to
-the store that somebody is likely to ask for: the last of a segment, which may grow, where somebody has parted
-from a record, and those that a prefix keeps, where somebody is expected to.  The scheduler's thread only.
+Records of segments are always stored whole, as users pin and delete each of them alone.  The store gets the
+checkpoints that requests are likely to need.  These are a segment's last one (the segment may grow), points
+where a request parted from a record, and the checkpoints that a prefix keeps.  Scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from .entries import Entry
 from .worker_view import WorkerView
 
 _REMEMBERED = 100_000
-"""Stored records of which it is known what they rest on."""
+"""The most stored records whose base records are remembered."""
 
 
 @dataclass(frozen=True)
 class _Due:
-    """A checkpoint of a record, by its number."""
+    """A checkpoint to be stored, by its serial number; ``role``: that of its segment."""
 
     serial: int
     role: Role
 
 
 class SharedColumns:
-    """Says how an engine's records are stored, and has their checkpoints stored.  ``prefill_flops(tokens)``:
-    FLOPs of computing so many."""
+    """Decides which columns of an engine's records are stored, and orders the storing of checkpoints.
+
+    ``prefill_flops(tokens)``: FLOPs of a prefill of that length."""
 
     def __init__(
         self,
@@ -52,17 +53,17 @@ class SharedColumns:
         self._directory, self._view, self._orders = directory, view, orders
         self._has_columns, self._prefill_flops = bool(geometry.attention), prefill_flops
         self._state_tokens = geometry.slot_bytes * geometry.page_tokens / max(1, geometry.page_bytes)
-        """Tokens whose K and V take as much as the states of a record."""
+        """The number of tokens whose K and V take as many bytes as the states of one record."""
         self._rest_on: OrderedDict[SegmentKey, tuple[SegmentKey, ...] | None] = OrderedDict()
-        """Records that the store was given, and those that they rest on; ``None``: it had them."""
+        """Stored records and their base records; ``None``: fetched from the store, bases unknown."""
         self._planned: OrderedDict[SegmentKey, tuple[SegmentKey, ...]] = OrderedDict()
-        """The same of those on their way."""
+        """Records on their way to the store, and their base records."""
         self._due: OrderedDict[SegmentKey, tuple[_Due, ...]] = OrderedDict()
-        """Checkpoints to be stored once the records are."""
+        """Checkpoints to be stored once the record is stored, by the record's key."""
         self._ready: list[tuple[SegmentKey, _Due]] = []
 
     def place(self, segment: CachedSegment, entry: Entry) -> RecordPlace:
-        """How the record is stored once it is complete."""
+        """Return the place and base with which the record is stored once it is complete."""
         place, begins = self._view.place(entry, segment.role), entry.begins
         self._rest_on.pop(entry.key, None)
         self._plan(entry.key, ())
@@ -71,7 +72,7 @@ class SharedColumns:
         known = {key: self._rest_on.get(key) for key in begins.keys}
         chains = [(key, *behind) for key, behind in known.items() if behind is not None]
         rests_on = min(chains, key=len, default=())
-        # A fetch reads whole objects: the states of those that it rests on, too, for nothing.
+        # A fetch reads whole objects, and so also the states of all base records, which nothing uses.
         saves = begins.columns > len(rests_on) * self._state_tokens
         if not (0 < len(rests_on) <= MOST_BASES and saves) or entry.key in rests_on:
             return place
@@ -80,7 +81,8 @@ class SharedColumns:
         return replace(place, base=StoredBase(rests_on, begins.columns, begins.columns, flops))
 
     def completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
-        """The record is here, the last of it computed behind ``base``."""
+        """Note that the record is complete, with its last stretch computed behind ``base``: its checkpoints
+        are to be stored after it."""
         begins = entry.begins
         serials = {begins.serial} if begins is not None else set()
         if segment.is_prefix:
@@ -95,12 +97,12 @@ class SharedColumns:
         _bound(self._due)
 
     def store(self, segment: CachedSegment, entry: Entry) -> None:
-        """Have a record stored that has become one of another segment."""
+        """Order the storing of a grown record, now that of ``segment``, and note that it is complete."""
         self._orders.submit(SaveRecord(self.place(segment, entry)))
         self.completed(segment, entry, None)
 
     def stored(self, keys: Iterable[SegmentKey]) -> None:
-        """The store was given these records."""
+        """Note that the store has got these records: their checkpoints may follow."""
         for key in keys:
             self._rest_on[key] = self._planned.pop(key, ())
             self._make_ready(key)
@@ -108,16 +110,17 @@ class SharedColumns:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step has something to be stored."""
+        """Whether the next step has checkpoints to store."""
         return bool(self._ready)
 
     def loaded(self, key: SegmentKey) -> None:
-        """The store had this record."""
+        """Note that this record was fetched from the store."""
         self._rest_on[key] = None
         _bound(self._rest_on)
 
     def order_checkpoints(self) -> None:
-        """Have those stored whose records are: with the step's orders, so that none has left the pool."""
+        """Order the storing of checkpoints whose records are stored.  The orders go out with this step's
+        orders, so that no checkpoint leaves the pool before."""
         ready, self._ready = self._ready, []
         for record, due in ready:
             entry, behind = self._directory.of_serial(due.serial), self._rest_on.get(record)
@@ -130,7 +133,7 @@ class SharedColumns:
             self._orders.submit(SaveRecord(place))
 
     def _kept(self, segment: CachedSegment, entry: Entry) -> Iterator[Entry]:
-        """Checkpoints that a prefix was made with: where others are known to part."""
+        """Yield the complete checkpoints of a prefix's record: later prompts are likely to part there."""
         for checkpoint in segment.checkpoints:
             kept = self._directory.checkpoint_at(checkpoint.key)
             if kept is not None and kept.is_checkpoint and entry.key in kept.within:

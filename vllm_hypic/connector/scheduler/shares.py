@@ -1,4 +1,4 @@
-"""What the records of each tenant take that requests use, or that are being made."""
+"""Space of each tenant's held records: records that requests use, or that are being made."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from .entries import Entry
 
 
 class TenantShares:
-    """What each tenant's held records take together; a checkpoint counts as a part of the record that it was
-    made of, and of one that grows its own pages alone count."""
+    """Counts the space of each tenant's held records.  A checkpoint counts as a part of its record, and of a
+    growing record only its own pages count."""
 
     def __init__(self) -> None:
         self._held: dict[str, Space] = {}
-        """What is held, by tenant; a tenant that holds nothing is not in it."""
+        """Held space by tenant, without tenants that hold nothing."""
 
     def of(self, tenant: str) -> Space:
         return self._held.get(tenant, Space())
 
     def add(self, entry: Entry) -> None:
-        """It is held from now on."""
+        """Add a record that is held from now on."""
         if not entry.is_checkpoint:
             self._held[entry.tenant] = self.of(entry.tenant) + entry.charged
 
     def remove(self, entry: Entry) -> None:
-        """It is held no longer."""
+        """Subtract a record that is no longer held."""
         if entry.is_checkpoint:
             return
         left = self._held.pop(entry.tenant) - entry.charged
-        if left.slots:  # every record has one
+        if left.slots:  # every record has a slot
             self._held[entry.tenant] = left
 
     def lessen(self, entry: Entry, space: Space) -> None:
-        """It is held, and takes so much less from now on."""
+        """Subtract ``space`` that a held record no longer takes."""
         self._held[entry.tenant] -= space
 
     def check(self, entries: Iterable[Entry]) -> None:

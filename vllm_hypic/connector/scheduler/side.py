@@ -1,8 +1,8 @@
-"""Scheduler half: admits requests, keeps the directory, says who may run.
+"""Scheduler half: admits requests, keeps the directory, and decides which requests may run.
 
 Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit` (tokens become the stream) ->
-:meth:`~SchedulerSide.pump` (pins its records, has the missing ones fetched, awaited or computed) ->
-:meth:`~SchedulerSide.ready` -> :meth:`~SchedulerSide.stream_plan` on its first step ->
+:meth:`~SchedulerSide.pump` (pins its records; fetches, awaits or computes the missing ones) ->
+:meth:`~SchedulerSide.ready` -> :meth:`.RequestViews.stream_plan` on its first step ->
 :meth:`~SchedulerSide.finished` (unpin).
 """
 
@@ -43,7 +43,7 @@ from .worker_view import WorkerView
 
 
 class SchedulerSide:
-    """Requests, directory and records under way of one engine."""
+    """Manages the requests, the directory and the records on their way of one engine."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class SchedulerSide:
         reads_successors: bool = False,
         keeps_answers: bool = False,
     ) -> None:
-        """``prefill_flops(tokens)``: what prefilling a segment costs; ``ranks``: workers that each have a
-        part of every record; ``texts``: what planning reads; ``island_runs``: how linear layers run islands,
-        ``None`` without such layers; ``reads_successors``: some layers read with each token its successor;
-        ``keeps_answers``: what follows a prompt's prefix is captured, too."""
+        """``prefill_flops(tokens)``: FLOPs of a segment's prefill.  ``ranks``: number of workers, each with a
+        part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: cuts islands
+        for linear layers; ``None`` without linear layers.  ``reads_successors``: some layers read each
+        token's successor, too.  ``keeps_answers``: the engine captures answers, too."""
         self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
         self.directory = GrowingDirectory.of(config, geometry)
         self.planner = Planner(
@@ -99,22 +99,22 @@ class SchedulerSide:
         self.counters, self._evictions = HypicCounters(), 0
         self._held: set[str] = set()
         self._ended_early = False
-        """A request has been given up since the last :meth:`take_unwanted`."""
+        """A request ended early since the last :meth:`take_unwanted`."""
         self._news = False
         """An arrival has ended since the last :meth:`pump`."""
         self.worker_unfinished = False
-        """Workers copy records, and must be stepped although no request runs."""
+        """Workers are copying records, and need steps even when no request runs."""
 
     @property
     def namespace(self) -> Namespace:
-        """Namespace and generation of the records that requests are planned with now."""
+        """Namespace and generation of the records that new requests use."""
         return self.planner.namespace
 
     def reset(self, generation: str) -> None:
-        """The weights may be others from now on: begin a ``generation`` of records, of a new name.
+        """Begin a new ``generation`` of records, as the weights may have changed.
 
-        Requests that were admitted before end with the old generation's, which nobody else sees, no tier gets
-        and no other instance is sent; each goes with its last request.
+        Requests admitted earlier keep the old generation's records.  New requests, tiers and other instances
+        never see these records, and each leaves with its last request.
         """
         self.planner.namespace = replace(self.namespace, generation=generation)
         self.retention.reset(self.namespace)
@@ -122,9 +122,9 @@ class SchedulerSide:
             composed.outdated = True
 
     def name_weights(self, name: str) -> None:
-        """The weights are those of this name; empty: those that the engine was started with.
+        """Begin the generation ``name`` of weights; empty: the weights with which the engine started.
 
-        Engines that were told the same name have equal keys.  Changes nothing if it is the present one.
+        Engines with the same name compute equal keys.  A call with the present name changes nothing.
         """
         if name != self.namespace.generation:
             self.reset(name)
@@ -141,10 +141,10 @@ class SchedulerSide:
         mode: str = "separators",
         priority: int = 0,
     ) -> None:
-        """Take a planned request in; it waits until its records are resident.
+        """Take a planned request in; the request then waits until its records are resident.
 
-        ``priority``: the smaller, the sooner it gets room; all of a ``tenant``'s requests share its part.
-        ``mode``: how its segments were found.
+        ``priority``: requests with smaller values get room sooner.  ``tenant``: its requests share one part
+        of the pool.  ``mode``: the way in which the request's segments were found.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
         islands = () if self._island_runs is None else self._island_runs.of(plan)
@@ -160,8 +160,8 @@ class SchedulerSide:
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments if len(s.parts) > 1)
 
     def pump(self) -> list[SegmentRequest]:
-        """Give waiting requests room, have their missing records fetched or awaited, and list the segments to
-        compute."""
+        """Give waiting requests room, start to fetch or await their missing records, and return requests for
+        the segments to compute."""
         self._news = False
         self.retention.drop_expired()
         self.arrivals.give_up_late()
@@ -179,7 +179,7 @@ class SchedulerSide:
         return started
 
     def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
-        """Have missing records of a request fetched or awaited; the segment requests of the rest."""
+        """Start to fetch or await a request's missing records; return segment requests for all other ones."""
         started, allowance = [], self.arrivals.allowance()
         for entry in reserved:
             if composed.outdated:
@@ -209,11 +209,11 @@ class SchedulerSide:
         priority: int,
         done: Stretch | None = None,
     ) -> list[SegmentRequest]:
-        """A request for the next stretch of a record, behind ``done``; none where ``owner`` captures it."""
+        """Return a request for the record's next stretch, behind ``done``; empty if ``owner`` captures it."""
         if segment.is_prefix:
             self._begun(entry, self.prefixes.begin(owner, segment, entry, priority))
             if done is not None:
-                self.directory.release([done.target])  # the owner has it
+                self.directory.release([done.target])  # the owner has a pin of its own
             return []
         if done is None:
             stretch = self._stretches.begin(segment, entry)
@@ -223,21 +223,21 @@ class SchedulerSide:
             self._begun(entry, stretch.first - segment.head)
         context = None
         if segment.context is not None:
-            # A pin of its own: whoever asked for the segment may be gone before it is computed.
+            # A separate pin, as the request that needs the segment may end before the segment is computed.
             context = self.admission.requests[owner].held[segment.context.key]
             self.directory.pin(context)
             self.admission.urge(context, priority)
         return [self.segment_requests.start(SegmentWork(segment, entry, context, stretch), owner, priority)]
 
     def _begun(self, entry: Entry, resumed: int) -> None:
-        """A record is computed, but for ``resumed`` tokens that a checkpoint has."""
+        """Count a record that is computed from now on, except ``resumed`` tokens from a checkpoint."""
         self.counters.segments_computed += 1
         self.counters.tokens_resumed += resumed
         self.admission.resumed(entry, resumed)
 
     def _compute_incomplete(self) -> list[SegmentRequest]:
-        """Compute what is missing of records for which a request still waits, and give the places of the
-        others back."""
+        """Start the missing stretches of records for which requests still wait, and free the places of all
+        other incomplete records; return the segment requests."""
         started = []
         for incomplete in self.segment_requests.take_incomplete():
             entry, done = incomplete.entry, incomplete.done
@@ -262,14 +262,14 @@ class SchedulerSide:
         return started
 
     def _decline(self, composed: ComposedRequest) -> None:
-        """Whoever sends a record that nobody awaits here is told so."""
+        """Order the workers to decline records that other instances send but no request here awaits."""
         if not composed.transfer.remote:
             return
         for key in (composed.transfer.remote & composed.wanted.keys()) - self.arrivals.awaited():
             self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
     def _count(self, composed: ComposedRequest) -> None:
-        """It is known which of the request's records were reused."""
+        """Count the request's reused and computed tokens, once no record is undecided."""
         reused = composed.hits.total()
         computed = composed.plan.n_logical - reused
         self.counters.tokens_reused += reused
@@ -280,21 +280,21 @@ class SchedulerSide:
 
     @property
     def awaits_records(self) -> bool:
-        """Whether there is nothing to do but to wait for records on their way: workers copy none, and of none
-        it became known since the last :meth:`pump` that it is here, or will not come."""
+        """Whether the engine can only wait for records on their way: workers copy no records, and no arrival
+        has ended since the last :meth:`pump`."""
         return bool(self.arrivals) and not self._news and not self.worker_unfinished
 
     @property
     def only_arrivals_matter(self) -> bool:
-        """Whether, of records, only one that arrives asks for the next step: none goes to other instances, or
-        may be on its way to tiers."""
+        """Whether arriving records alone require the next step: no record is, or may be, on its way to other
+        instances or tiers."""
         return not (self._deliveries or self.config.store.tiers)
 
     def is_internal(self, request_id: str) -> bool:
         return request_id in self.segment_requests
 
     def is_private(self, request_id: str) -> bool:
-        """Whether a request's tokens in vLLM begin no prompt (its stream, a segment), or it never runs."""
+        """Whether a request never runs, or its tokens in vLLM begin no prompt (a stream, a segment)."""
         composed = request_id in self.admission.requests
         return composed or request_id in self._held or self.is_internal(request_id)
 
@@ -303,7 +303,7 @@ class SchedulerSide:
         return None if composed is None else composed.running
 
     def pass_end(self, request_id: str, end: int) -> int:
-        """Where a pass over the request's stream ends that would end before index ``end``: in no island."""
+        """Return the index, at most ``end``, at which a pass over the stream ends: in no island."""
         composed = self.admission.requests.get(request_id)
         return end if composed is None else whole_runs(composed.islands, end)
 
@@ -324,7 +324,7 @@ class SchedulerSide:
         self._held.discard(request_id)
 
     def resident(self, request_id: str) -> bool:
-        """Whether every record that the request reads is resident (requests without records: always)."""
+        """Whether every record that the request reads is resident; true for requests without records."""
         composed = self.admission.requests.get(request_id)
         if composed is None:
             work = self.segment_requests.work_of(request_id)
@@ -332,10 +332,10 @@ class SchedulerSide:
         return composed.resident
 
     def over(self, request_id: str) -> bool:
-        """Whether a request that is never scheduled can end: its records are resident, and delivered where it
-        says so.
+        """Whether a request that is never scheduled can end: its records are resident, and delivered if the
+        request asks for a delivery.
 
-        The first call after they are resident starts the delivery.
+        The first call with all records resident starts the delivery.
         """
         composed = self.admission.requests.get(request_id)
         if composed is None:
@@ -354,12 +354,12 @@ class SchedulerSide:
         return self._deliveries.over(request_id)
 
     def push_fault(self, request_id: str) -> str | None:
-        """Why a record of the request was not delivered; ``None``: all were, or none had to be."""
+        """Return why a record was not delivered; ``None`` without a failed delivery."""
         return self._deliveries.fault(request_id)
 
     def finished(self, request_id: str, *, completed: bool, tokens: Sequence[int] = ()) -> None:
-        """A request is over.  ``completed``: it ran to its end (a segment request's record is whole);
-        ``tokens``: see :meth:`.Answers.end`."""
+        """Release all that a finished request holds.  ``completed``: the request ran to its end (a segment
+        request has filled its stretch); ``tokens``: see :meth:`.Answers.end`."""
         self._ended_early |= not completed
         self.answers.end(request_id, tokens)
         work = self.segment_requests.end(request_id)
@@ -375,7 +375,7 @@ class SchedulerSide:
                 self.arrivals.give_up_unwanted(self.admission.held)
 
     def _ended(self, work: SegmentWork, *, completed: bool) -> None:
-        """A segment request is over: its stretch is there, or not."""
+        """End a segment request: commit its stretch if ``completed``, else abort it; queue remaining work."""
         directory, stretch = self.directory, work.stretch
         directory.release(entry for entry in (work.context, stretch.base) if entry is not None)
         checkpoint = None if stretch.target is work.entry else stretch.target
@@ -383,7 +383,7 @@ class SchedulerSide:
             if checkpoint is not None:
                 directory.release([checkpoint])
             for entry in (checkpoint, work.entry):
-                # Of a checkpoint another may wait for, as it is all of its record.
+                # Another record may wait for the checkpoint, which is also a whole record of its own.
                 if entry is not None and directory.abort(entry):
                     self.segment_requests.compute_later(entry)
         elif work.last:
@@ -394,14 +394,14 @@ class SchedulerSide:
             self.segment_requests.compute_later(work.entry, stretch)
 
     def _complete(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
-        """A record is whole, whose last stretch was computed behind ``base``."""
+        """Commit a whole record, whose last stretch was computed behind ``base``."""
         self.directory.commit(entry)
         if self.config.store.tiers:
             self.shared.completed(segment, entry, base)
 
     def take_unwanted(self) -> list[str]:
-        """Segment requests whose records nobody waits for any more, if a request was given up since the last
-        call.  Ask again once these have ended: they wait for records, too."""
+        """Return the segment requests whose records no request needs any more; empty if no request ended
+        early since the last call.  Call again after these end: segment requests wait for records, too."""
         if not self._ended_early:
             return []
         self._ended_early = False
@@ -410,14 +410,14 @@ class SchedulerSide:
     # -- the worker ----------------------------------------------------------------------------
 
     def instruct(self, metadata: HypicMetadata) -> None:
-        """Give the worker what came up since the last step."""
+        """Put the slots and orders that came up since the last step into the worker's ``metadata``."""
         metadata.dropped_slots, metadata.taken_slots = self.directory.slots.take_news()
         self.shared.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()
 
     def absorb(self, report: WorkerReport) -> None:
-        """Take in what the workers say of a step."""
+        """Take in the workers' report of a step."""
         self.worker_unfinished = report.unfinished > 0
         for serial, transition_blocks in report.transition_blocks.items():
             self.directory.shrink(serial, transition_blocks, self.geometry.transition_block_bytes)
@@ -437,7 +437,7 @@ class SchedulerSide:
             self.counters.store = append_stats(self.counters.store, report.store)
 
     def _arrived(self, serial: int, count: LoadCount) -> None:
-        """Some ranks have got their parts of a record, or could not; with the last of them it is decided."""
+        """Count ranks that received or missed their parts of a record; the last rank decides its arrival."""
         arrival = self.arrivals.reported(serial, count)
         if arrival is None:
             return
@@ -471,7 +471,7 @@ class SchedulerSide:
                 self._decide(composed, entry.key)
 
     def _decide(self, composed: ComposedRequest, key: SegmentKey) -> None:
-        """It is known how a record comes that a request asked for."""
+        """Note that a request's record is a hit or a miss; count the request after its last record."""
         composed.undecided.discard(key)
         if not composed.undecided:
             self._count(composed)
@@ -479,7 +479,7 @@ class SchedulerSide:
     # -- reports -------------------------------------------------------------------------------
 
     def take_counters(self) -> HypicCounters:
-        """Counters since the last call, with the pool's present state."""
+        """Return and reset the counters since the last call, with the pool's present levels."""
         counters, self.counters = self.counters, HypicCounters()
         directory = self.directory
         counters.evictions = directory.evictions - self._evictions

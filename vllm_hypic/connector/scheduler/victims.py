@@ -1,4 +1,4 @@
-"""Which records leave for others."""
+"""The choice of records to evict from the pool."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .pages import Pages
 
 @dataclass
 class Victims:
-    """Records that are to be evicted for ``need``, and what is ``free`` without them."""
+    """Collects records to evict for ``need``; ``free``: the free space without these records."""
 
     need: Space
     free: Space
     entries: list[Entry] = field(default_factory=list)
     _left: Counter[int] = field(default_factory=Counter)
-    """How many of them have each page."""
+    """Number of collected records that have each page."""
 
     @property
     def enough(self) -> bool:
         return self.free.covers(self.need)
 
     def choose(self, able: Iterable[Entry], pages: Pages) -> None:
-        """Take of these, the first ones first, until there is enough.
+        """Collect records of ``able``, the first ones first, until enough space is free.
 
-        Passed by, unless all others are too little, are those that give nothing of what is short: where
-        pages are, records whose pages others have, too.
+        Records that free nothing of the lacking kind of space come last; for example, if pages lack, records
+        that share all their pages.
         """
         passed = []
         for entry in able:
@@ -37,7 +37,7 @@ class Victims:
                 return
             if not self._take(entry, pages, only_of_use=True):
                 passed.append(entry)
-        # Who was passed by may be of use once another has gone that had the same pages.
+        # A passed record may free pages once another record with the same pages is collected.
         for only_of_use in (True, False):
             passed = [e for e in passed if not self._take(e, pages, only_of_use=only_of_use)]
 

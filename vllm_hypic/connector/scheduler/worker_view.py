@@ -1,4 +1,4 @@
-"""What workers are told of requests and records: places in the pool instead of keys and segments."""
+"""Plans for workers, with places in the pool instead of keys and segments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .segment_requests import SegmentWork
 
 
 class WorkerView:
-    """Changes nothing."""
+    """Makes the workers' plans of requests and records.  Changes nothing."""
 
     def __init__(self, geometry: PoolGeometry) -> None:
         self._geometry = geometry
 
     def slot_mapping(self, entry: Entry) -> np.ndarray:
-        """Token slots ``[columns]`` int64 of the record's K and V; zeros in a model without attention."""
+        """Return token slots ``[columns]`` int64 of the record's K and V; zeros without attention layers."""
         page = self._geometry.page_tokens
         if not self._geometry.attention:
             return np.zeros(entry.columns, dtype=np.int64)
@@ -32,7 +32,7 @@ class WorkerView:
         return (starts + np.arange(page)).reshape(-1)[: entry.columns]
 
     def place(self, entry: Entry, role: Role, behind: Entry | None = None) -> RecordPlace:
-        """``behind``: whose K and V it has already."""
+        """Return a record's place.  ``behind``: the record whose K and V the place already has."""
         return RecordPlace(
             entry.serial,
             entry.key,
@@ -52,8 +52,8 @@ class WorkerView:
         *,
         with_prompt: bool = False,
     ) -> StreamPlan:
-        """A composed request whose records, ``held``, are all resident; ``islands``: as linear layers run
-        them; ``with_prompt``: and its whole prompt."""
+        """Return the stream plan of a composed request.  ``held``: its records, all resident; ``islands``:
+        runs of linear layers; ``with_prompt``: whether to include the whole prompt."""
         points: list[ComposePoint] = []
         starts = _seen([s.start for s in plan.segments], plan.media).tolist()
         slots, kv_positions = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
@@ -87,8 +87,8 @@ class WorkerView:
         )
 
     def behind(self, work: SegmentWork) -> StreamPlan | None:
-        """What a segment request reads of its context and of the stretches before it; ``None``: it has
-        none of them."""
+        """Return the stream plan of a segment request that reads its context or earlier stretches; ``None``
+        if it reads neither."""
         segment, context, stretch = work.segment, work.segment.context, work.stretch
         points: list[ComposePoint] = []
         slots, kv_positions = list[np.ndarray](), list[np.ndarray]()
@@ -114,35 +114,35 @@ class WorkerView:
         )
 
     def _positions(self, work: SegmentWork) -> np.ndarray:
-        """Positions of a segment request's tokens, int64; those of its context come before them."""
+        """Return the positions of a segment request's tokens, int64, behind the positions of its context."""
         before = self._before(work.segment)
         prepended = np.arange(before - work.segment.prepended, before, dtype=np.int64)
         own = [self._own_positions(work.segment, first, stop) for first, stop in work.ranges]
         return np.concatenate([prepended, *own])
 
     def _own_positions(self, segment: CachedSegment, first: int, stop: int) -> np.ndarray:
-        """Where a segment request sees tokens ``[first, stop)`` of the segment, int64."""
+        """Return the positions of the segment's tokens ``[first, stop)`` in a segment request, int64."""
         offsets = segment.offsets_of(Part(0, first, stop))
         return self._before(segment) + _seen(offsets, self._placed(segment))
 
     def _before(self, segment: CachedSegment) -> int:
-        """Where its segment request sees the segment's first token."""
+        """Return the position of the segment's first token in its segment request."""
         return segment.prepended + (0 if segment.context is None else self._span(segment.context))
 
     def _span(self, segment: CachedSegment) -> int:
-        """Positions that the segment takes."""
+        """Return the number of positions that the segment takes."""
         return int(_seen([segment.span], self._placed(segment))[0])
 
     @staticmethod
     def _placed(segment: CachedSegment) -> Media:
-        """The segment's images, by offsets from its start."""
+        """Return the segment's images, by offsets from the segment's start."""
         offsets = segment.offsets
         if offsets is None:
             return segment.media
         return tuple(m.moved(offsets[m.start] - m.start) for m in segment.media)
 
     def own(self, own: OwnPrefix, *, stored: RecordPlace | None) -> tuple[CapturePlan, ...]:
-        """What a request captures of its own prefix; see :meth:`capture` for ``stored``."""
+        """Return the capture plans of a request's own prefix; see :meth:`capture` for ``stored``."""
         places, resumed = self.slot_mapping(own.entry), own.base is not None
         positions = np.asarray(own.plan.positions, dtype=np.int64) if resumed else None
         return tuple(
@@ -161,7 +161,8 @@ class WorkerView:
         )
 
     def capture(self, work: SegmentWork, *, stored: RecordPlace | None) -> CapturePlan:
-        """A segment request; ``stored``: how the record goes to the store, when it is complete with it."""
+        """Return a segment request's capture plan.  ``stored``: the place from which the store gets the
+        record; ``None``: the record is not stored, or not complete with this request."""
         segment, entry, stretch = work.segment, work.entry, work.stretch
         lo, leading = segment.prepended + segment.head, segment.role is Role.LEADING
         resumed = stretch.base_slot is not None
@@ -178,7 +179,7 @@ class WorkerView:
             leading=leading,
             has_context=segment.context is not None or resumed,
             base=None if leading else stretch.base_slot,
-            # What stretches on the way take is reserved until the record is complete.
+            # The blocks of earlier stretches stay reserved until the record is complete.
             serial=stretch.target.serial if made else 0,
             learned=segment.learned,
             successor=segment.tokens[stretch.stop] if stretch.stop < len(segment.tokens) else None,
@@ -187,7 +188,7 @@ class WorkerView:
 
 
 def _successors(plan: PromptPlan) -> tuple[tuple[int, int], ...]:
-    """See :class:`StreamPlan`.  Where records follow each other it is the first one's token."""
+    """Return the ``successors`` of :class:`StreamPlan`.  Of adjacent records the first one's token counts."""
     found: dict[int, int] = {}
     for s in plan.segments:
         for part in s.parts:
@@ -197,5 +198,6 @@ def _successors(plan: PromptPlan) -> tuple[tuple[int, int], ...]:
 
 
 def _seen(positions: Sequence[int], media: Media) -> np.ndarray:
-    """Where the model sees tokens at ascending positions: see :func:`~...primitives.media.rotary`; int64."""
+    """Return the model's positions, int64, of tokens at ascending logical ``positions``: see
+    :func:`~...primitives.media.rotary`."""
     return np.asarray(rotary(positions, media) if media else positions, dtype=np.int64)

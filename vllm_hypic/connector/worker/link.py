@@ -1,4 +1,4 @@
-"""The interface of the links, by which records enter and leave a worker's pool."""
+"""The interface of links, which move records into and out of a worker's pool."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..orders import MovingOrder, Order, Outcome, Result
 
 
 class RecordLink(ABC):
-    """Carries out orders about records.  Called by the worker's thread only; no call waits.
+    """Carries out orders about records.  Only the worker's thread calls a link, and no call waits.
 
-    A step: :meth:`drop`, :meth:`submit` in the order in which the orders came up, the forward pass,
-    :meth:`advance`.  :meth:`get_finished` may be called at any time.
+    A step: :meth:`drop`, :meth:`submit` in the sequence of the orders, the forward pass, :meth:`advance`.
+    :meth:`get_finished` may be called at any time.
     """
 
     def __init__(self) -> None:
@@ -22,25 +22,25 @@ class RecordLink(ABC):
 
     @abstractmethod
     def drop(self, slots: Collection[int]) -> None:
-        """The records in these slots have left the pool."""
+        """Forget the records in these slots, which have left the pool."""
 
     @abstractmethod
     def submit(self, order: Order) -> bool:
-        """Take an order.  False: it is not for this link."""
+        """Take an order; return false if the order is not for this link."""
 
     @abstractmethod
     def advance(self) -> None:
-        """The forward pass is over, or launched: copy records out of the pool, look at deadlines."""
+        """Copy records out of the pool and check deadlines, after the forward pass ended or was launched."""
 
     def get_finished(self) -> list[Outcome]:
-        """Orders that ended since the last call; each is reported once."""
+        """Return the outcomes of orders that ended since the last call, each once."""
         self._poll()
         finished, self._finished = self._finished, []
         return finished
 
     @abstractmethod
     def _poll(self) -> None:
-        """Note what other threads have finished."""
+        """Finish the orders whose work on other threads has ended."""
 
     def _finish(
         self,
@@ -55,15 +55,15 @@ class RecordLink(ABC):
         self._finished.append(Outcome(order, result, reason, route, transition_blocks, instead))
 
     def take_stats(self) -> StoreStats | None:
-        """What the store behind the link counted since the last report; ``None``: there is none, or it is
-        not yet time for another."""
+        """Return the counts of the link's store since the last report; ``None`` without a store, or before
+        the next report is due."""
         return None
 
     def watch(self, wake: Callable[[], None]) -> bool:
-        """Have ``wake`` called, by another thread, whenever an awaited record has come, or will not; it must
-        not wait.  False: no record is awaited on this link."""
+        """Let another thread call ``wake``, which must not wait, whenever an awaited record has come or
+        failed.  Return false if this link awaits no records."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """The engine ends."""
+        """Close the link, as the engine ends."""

@@ -1,8 +1,8 @@
-"""Worker's side of records that go to other instances through a tier that is shared with them.
+"""Worker's side of records that go to other instances through a shared tier.
 
-push order -> the tier is asked -> (absent: handed to the store) -> written, as the tier says -> outcome
+push order -> the tier is asked -> (absent: handed to the store) -> the tier confirms the write -> outcome
 
-A record that was just computed is on its way there anyway, to all tiers: then the end of that is waited for.
+A record just computed is already on its way to all tiers: the link then waits until that write ends.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .store_link import StoreLink
 
 @dataclass(eq=False)
 class _Push:
-    """One order that has not ended."""
+    """A push order that has not ended.  ``tier``: name of the shared tier."""
 
     order: PushRecord
     tier: str
     until: float
     """Deadline on the monotonic clock."""
     saved: bool = False
-    """The record was given to the store for this order: once is enough."""
+    """Whether the store got the record for this order, which happens at most once."""
     look: Look | None = None
-    """The tier is asked; ``None``: the record is on its way into the store's queue."""
+    """The question to the tier; ``None``: not asked yet, as the record may still enter the store's queue."""
 
 
 class SharedTierLink(RecordLink):
-    """Sees to it that records are in shared tiers; asked to advance after its store link.
+    """Brings records into shared tiers; advances after its store link.
 
-    ``tiers``: names of the shared tiers, by identity.  Records are pinned by their requests; where a request
-    has gone and its record has left the pool, the order ends in vain.
+    ``tiers``: names of the shared tiers, by identity.  Requests pin their records; if a request has ended and
+    its record has left the pool, the order fails.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SharedTierLink(RecordLink):
         return True
 
     def advance(self) -> None:
-        """See how far the orders are."""
+        """Check all open orders, and end finished and late ones."""
         for push in list(self._pushes):
             if push.look is not None:
                 if push.look.there is not None:
@@ -96,7 +96,7 @@ class SharedTierLink(RecordLink):
         self._finish(push.order, Result.FAILED, f"tier {push.tier}: {reason}")
 
     def _poll(self) -> None:
-        """The store's answers are looked at once a step, in :meth:`advance`."""
+        """Do nothing: :meth:`advance` reads the store's answers, once a step."""
 
     def close(self) -> None:
-        """The store link closes the store."""
+        """Do nothing: the store link closes the store."""

@@ -1,4 +1,4 @@
-"""Worker half: keeps the plans of live requests and says, per forward pass, what PIC must do."""
+"""Worker half: keeps the plans of live requests, and prepares each forward pass from them."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ OpenLinks = Callable[[DevicePool, RecordMover], list[RecordLink]]
 
 
 class WorkerSide:
-    """Live plans and the pool of one worker, and the links by which records enter and leave it.
+    """Manages one worker's live plans and pool, and the links that move records into and out of the pool.
 
-    ``open_links`` is called with the pool once that is allocated, and with what moves its records, unless the
-    configuration names neither store nor other instances.  The links are stepped in its order: who has a
-    record saved or fetched comes before the store's.
+    ``open_links``: called with the allocated pool and its record mover, if the configuration has a store or
+    other instances.  Links work in the sequence that it returns: links whose outcomes lead to saves or
+    fetches come before the store's link.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class WorkerSide:
         self._open_links, self._learned = open_links, learned
         self._streams: dict[str, StreamTensors] = {}
         self._captures: dict[str, tuple[CapturePlan, ...]] = {}
-        """What is yet to be captured of requests."""
+        """The remaining captures, by request."""
         self._decoding: Decoding | None = None
-        """What the last pass was, if all its requests generated; else ``None``."""
+        """The last pass if all its requests generated tokens; else ``None``."""
         self._absorbed: HypicMetadata | None = None
         self._settling: list[_Settling] = []
         self._mover: RecordMover | None = None
@@ -77,7 +77,7 @@ class WorkerSide:
         self._was_unfinished = False
 
     def start(self, device: torch.device) -> HypicRuntime:
-        """Allocate the pool.  Called once, when vLLM has allocated its own KV cache."""
+        """Allocate the pool on ``device`` and return its runtime.  Called once, after vLLM's own KV cache."""
         self.device = device
         self._copies = side_stream_of(device)
         self.runtime = HypicRuntime(DevicePool(self.geometry, device), self.config.dead_transition)
@@ -87,7 +87,7 @@ class WorkerSide:
         return self.runtime
 
     def absorb(self, metadata: HypicMetadata) -> None:
-        """Take in a step's news; the second call with the same metadata changes nothing."""
+        """Take in a step's metadata; a second call with the same metadata changes nothing."""
         if metadata is self._absorbed:
             return
         self._absorbed = metadata
@@ -101,7 +101,7 @@ class WorkerSide:
             self.runtime.pool.transition_blocks.release(metadata.dropped_slots)
             self.runtime.pool.take(metadata.taken_slots)
         if self._mover is not None:
-            # Before anything can be launched that writes where these records were.
+            # Before any launched work can write to the places of these records.
             self._mover.dropped(metadata.dropped_slots)
         for link in self.links:
             link.drop(dropped)
@@ -124,9 +124,9 @@ class WorkerSide:
     # -- records under way ---------------------------------------------------------------------
 
     def _submit(self, order: Order) -> bool:
-        """Give an order to the links; one that moves a record and is for none of them has failed."""
+        """Give an order to the links, and return whether one took it; else a move of a record fails."""
         if isinstance(order, ClearCaches):
-            # Nor does what is being captured, or was and is not settled yet, go to the store.
+            # Records that are being captured, or not yet settled, do not go to the store either.
             self._captures = {
                 r: tuple(replace(plan, stored=None) for plan in plans) for r, plans in self._captures.items()
             }
@@ -141,7 +141,7 @@ class WorkerSide:
             self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
-        """Report how an order ended, and give the one that follows from it."""
+        """Report an order's outcome, and give the order that follows from it."""
         done = outcome.result is Result.DONE
         match outcome.order:
             case AwaitRecord(place) if outcome.result is Result.IN_SHARED_TIER:
@@ -170,8 +170,8 @@ class WorkerSide:
     ) -> StepContext | None:
         """Set up the coming forward pass.
 
-        ``computed`` and ``scheduled [requests]``: tokens that each batch row has behind it and in
-        this pass.  Returns ``None`` when no row is ours.
+        ``computed`` and ``scheduled [requests]``: number of tokens of each batch row before this pass, and in
+        it.  Returns ``None`` if no row reads or captures records.
         """
         self.absorb(metadata)
         assert self.runtime is not None
@@ -204,8 +204,8 @@ class WorkerSide:
     def _find_decoding(
         self, request_ids: Sequence[str], computed: np.ndarray, scheduled: np.ndarray
     ) -> Decoding | None:
-        """What the coming pass is if all it does of ours is generate; the same as of the pass before, without
-        a look at each request, while the same requests go on."""
+        """Return the coming pass as decoding if all its requests generate one token and none captures; else
+        ``None``.  While the same requests continue, the last pass's object is reused."""
         if not self._streams or self._captures or not (scheduled == 1).all():
             self._decoding = None
         elif self._decoding is None or not self._decoding.goes_on(request_ids, computed):
@@ -215,7 +215,7 @@ class WorkerSide:
         return self._decoding
 
     def _decoded(self, decoding: Decoding, batch: Batch) -> list[ComposedRow]:
-        """The composed requests one by one."""
+        """Return a row for each composed request of the pass."""
         return [
             composed_row(
                 BatchRow(i, i, i + 1, batch.computed[i], batch.computed[i] + 1),
@@ -226,21 +226,21 @@ class WorkerSide:
 
     @property
     def prompts(self) -> dict[str, np.ndarray]:
-        """Tokens of whole prompts, int64, of requests whose sampling, or who drafts, asks for them."""
+        """Tokens of whole prompts, int64, by request, if sampling or a drafter reads the prompt."""
         return {r: s.plan.prompt for r, s in self._streams.items() if s.plan.prompt is not None}
 
     def end_step(self) -> None:
-        """The forward pass is over: records that it completed give spare blocks back and go to the store.
+        """End the forward pass: records that it completed free spare transition blocks and go to the store.
 
-        On a device that runs behind, the pass is launched and these are the records of the pass before: one
-        call later on every rank, so that the ranks report a record together.
+        On a device that runs behind the host, the pass is only launched, and the records are those of the
+        pass before.  Every rank settles them one call later, so that the ranks report a record together.
         """
         if self.runtime is not None:
             due, self._settling = self._settling, []
             if self.runtime.step is not None:
                 for capture in self.runtime.step.captures:
                     if capture.last:
-                        # Once: a request that begins anew writes nothing where others read.
+                        # Each capture runs once: a restarted request must not write where requests read.
                         if plans := self._captures.get(capture.request_id):
                             self._captures[capture.request_id] = plans[1:]
                         self._completed(capture.plan, self.runtime.pool)
@@ -277,12 +277,12 @@ class WorkerSide:
             self._submit(SaveRecord(plan.stored))
 
     def take_report(self) -> WorkerReport | None:
-        """News for the scheduler since the last call."""
+        """Return the report for the scheduler since the last call; ``None`` without news."""
         report = self._report
         for link in self.links:
             report.store = link.take_stats() or report.store
         report.unfinished = self._unfinished
-        # The last one, too, says so.
+        # The report that ends the unfinished work must also reach the scheduler.
         told, self._was_unfinished = self._was_unfinished, report.unfinished > 0
         if not (report.has_news or told or report.unfinished):
             return None
@@ -291,16 +291,16 @@ class WorkerSide:
 
     @property
     def _unfinished(self) -> int:
-        """Records that are yet to leave or enter the pool, which takes steps; requests or not."""
+        """Number of records still to enter or leave the pool, which takes steps even without requests."""
         return 0 if self._mover is None else self._mover.unfinished + len(self._settling)
 
     def watch_arrivals(self, wake: Callable[[], None]) -> bool:
-        """Have ``wake`` called, by another thread, for each awaited record that has come, or will not; it
-        must not wait.  False: no records of other instances are taken here."""
+        """Let another thread call ``wake``, which must not wait, for each awaited record that has come or
+        failed.  Return false if no link takes records of other instances."""
         return any([link.watch(wake) for link in self.links])
 
     def close(self) -> None:
-        """The engine ends: what the store still has to write is written, for a bounded time."""
+        """Close mover and links, as the engine ends; the store writes its queue for a bounded time."""
         if self._mover is not None:
             self._mover.close()
         for link in self.links:
@@ -309,7 +309,8 @@ class WorkerSide:
 
 @dataclass(frozen=True)
 class _Settling:
-    """A complete record; which blocks its heads use is on its way to the host, or it uses none."""
+    """A complete record.  ``row``: the transition blocks of its heads, on their way to the host; ``None``
+    without such blocks."""
 
     plan: CapturePlan
     row: Readback | None

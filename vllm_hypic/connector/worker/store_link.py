@@ -1,7 +1,7 @@
-"""Worker's side of the segment store: complete records go there, missing ones come from there.
+"""Worker's side of the segment store: it saves complete records and fetches missing records.
 
 fetch order -> blocks offered -> prefetch (reader fills the pool on the store's thread) -> poll -> outcome
-            -> no tier has it: those it names instead are looked for -> outcome
+            -> no tier has it: the store looks for the records ``instead`` -> outcome
 save order -> reserve -> copied out of the pool -> commit (checksum and tiers in the background) -> outcome
 
 Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
@@ -29,33 +29,33 @@ from ..orders import ClearCaches, FetchRecord, Order, Result, SaveRecord, StoreA
 from .link import RecordLink
 
 REPORT_EVERY_S = 1.0
-"""Statistics travel to the scheduler no more often."""
+"""The least seconds between two reports of statistics to the scheduler."""
 _SAVES_PER_STEP = 4
-"""Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
+"""The most records that one step copies out of the pool; each takes as long as a copy of its bytes."""
 _MOST_EXPIRIES = 4096
-"""Expiries that are kept for records on their way to the store."""
+"""The most expiries kept for records on their way to the store."""
 
 
 @dataclass
 class _Fetch:
-    """A record on its way; ``route``: the tier that had it, or its first part."""
+    """A record on its way; ``route``: the tier of its first object."""
 
     order: FetchRecord
     incoming: IncomingRecord
     route: str = ""
     seconds: float = 0.0
-    """What its objects have taken; all have one deadline."""
+    """The seconds that the record's objects have taken; all share one deadline."""
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Others are looked for than a record that no tier has."""
+    """A search for the records ``instead`` of one that no tier has."""
 
     order: FetchRecord
     names: dict[ObjectName, SegmentKey]
     look: Look
     reason: str
-    """Why the record itself was not fetched."""
+    """The reason why the record itself was not fetched."""
 
 
 class StoreLink(RecordLink):
@@ -65,22 +65,22 @@ class StoreLink(RecordLink):
         super().__init__()
         self.store, self.codec = store, codec
         self._fetching: dict[ObjectName, _Fetch] = {}
-        """Fetches under way by the name of the object that each reads now; none is read for two at once."""
+        """Running fetches, by the name of the object that each reads now; no two read the same object."""
         self._queued: list[_Fetch] = []
-        """Fetches that wait, as the next object of each is being read for another fetch."""
+        """Fetches that wait, as another fetch reads their next object."""
         self._searching: list[_Search] = []
         self._unsaved: OrderedDict[int, SaveRecord] = OrderedDict()
-        """Records to be copied, by serial, oldest first."""
+        """Records to be copied, by serial number, oldest first."""
         self._copying: dict[int, tuple[SaveRecord, Reservation]] = {}
-        """Records whose reservations are being filled, by serial."""
+        """Records whose copies fill reservations, by serial number."""
         self._expiries: OrderedDict[SegmentKey, float | None] = OrderedDict()
-        """Expiries of records that the store has not got, as far as it can tell: they may be on their way."""
+        """Expiries, in Unix time, of records that the store does not know, but that may be on their way."""
         self._failed = 0
-        """Records that could not be copied."""
+        """Number of records that could not be copied."""
         self._reported: StoreStats | None = None
         self._reported_at = float("-inf")
         self.behind = False
-        """The store had no room for a record in the last step."""
+        """Whether the store had no room for a record in the last step."""
 
     def drop(self, slots: Collection[int]) -> None:
         self._forget(s for s, save in self._unsaved.items() if save.place.slot in slots)
@@ -103,13 +103,13 @@ class StoreLink(RecordLink):
         return True
 
     def is_saving(self, place: RecordPlace) -> bool:
-        """Whether the record is still to be copied to the store."""
+        """Whether the record waits for its copy to the store, or is being copied."""
         return place.serial in self._unsaved or place.serial in self._copying
 
     # -- out of the pool -----------------------------------------------------------------------
 
     def advance(self) -> None:
-        """Copy complete records out of the pool, as far as the store takes them, oldest first."""
+        """Copy complete records out of the pool, oldest first, while the store has room."""
         self.behind = False
         for save in list(self._unsaved.values())[:_SAVES_PER_STEP]:
             place = self._storable(save.place)
@@ -121,15 +121,15 @@ class StoreLink(RecordLink):
             reservation = self.store.reserve(name, value)
             if reservation is None:
                 self.behind = True
-                break  # writing lags behind: later, if the record is still here
+                break  # writes lag behind: a later step retries while the pool has the record
             del self._unsaved[place.serial]
             self._copying[place.serial] = save, reservation
             then = partial(self._copied, place.serial, reservation)
             self.codec.mover.write(place, header, reservation.buffer, then)
 
     def _storable(self, place: RecordPlace) -> RecordPlace | None:
-        """How the record is stored: on its base if that is sure to be there, else whole; ``None``: not at
-        all, it is a checkpoint of a record that is not there."""
+        """Return the place for storing: with its base if all tiers have the base, else for the whole record.
+        ``None``: do not store a checkpoint whose record is not in all tiers."""
         if place.base is None:
             return place
         there = [self.store.in_all_tiers(self.codec.name_of(key)) for key in place.base.keys]
@@ -158,7 +158,7 @@ class StoreLink(RecordLink):
             self._finish(self._unsaved.pop(serial), Result.FAILED, "the record is gone")
 
     def _abort(self, serials: Iterable[int], reason: str = "the record is gone") -> None:
-        """These records do not go to the store; what their copies still bring is not looked at."""
+        """End the saves of these records in failure; later results of their copies are ignored."""
         for serial in list(serials):
             save, reservation = self._copying.pop(serial)
             self.store.abort(reservation)
@@ -207,7 +207,7 @@ class StoreLink(RecordLink):
         order = fetch.order
         self.codec.mover.discard(order.place)
         for key in fetch.incoming.read_keys:
-            # What it rests on is gone; stored anew it could be read.
+            # A base record is missing: once the record is deleted, it can be stored and read anew.
             self.store.delete(self.codec.name_of(key))
         if not order.instead:
             self._finish(order, Result.FAILED, reason)
@@ -255,5 +255,5 @@ class StoreLink(RecordLink):
         return counted
 
     def close(self) -> None:
-        """What the store still has to write is written, for a bounded time."""
+        """Close the store, which writes its queue for a bounded time."""
         self.store.close()

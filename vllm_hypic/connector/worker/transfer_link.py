@@ -1,7 +1,7 @@
-"""Worker's side of segment parallelism: records of other instances arrive in the pool, own ones go to others.
+"""Worker's side of segment parallelism: the link receives records from other instances, and sends records.
 
 await order -> blocks offered -> expected -> (the receiver's thread fills the pool) -> poll -> outcome
-                                         -> (a shared tier has it) -> outcome: the store is to fetch it
+                                         -> (a shared tier has it) -> outcome: the store must fetch it
 push order -> copied out of the pool, sealed -> sent -> acknowledged -> outcome
 
 Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hypic.parallel")
 
 _MAX_SENDING_BYTES = 1 << 30
-"""Copies of records on their way out; more wait in the pool."""
+"""The most bytes of records copied out to be sent; more records wait in the pool."""
 _COPIES_PER_STEP = 4
-"""Records that one step copies out of the pool at most; each takes as long as a copy of its bytes."""
+"""The most records that one step copies out of the pool; each takes as long as a copy of its bytes."""
 
 
 class TransferLink(RecordLink):
     """Moves records between one worker's pool and other instances.
 
-    Records are pinned by their requests as long as an order of theirs is open.
+    Requests pin their records as long as an order about them is open.
     """
 
     def __init__(self, receiver: Receiver, sender: Sender, codec: RecordCodec) -> None:
@@ -58,17 +58,17 @@ class TransferLink(RecordLink):
         self.receiver, self.sender, self.codec = receiver, sender, codec
         self._awaited: dict[ObjectName, AwaitRecord] = {}
         self._unsent: OrderedDict[int, PushRecord] = OrderedDict()
-        """Orders whose records are to be copied, by number, oldest first."""
+        """Orders whose records wait for their copies, by number, oldest first."""
         self._copying_bytes = 0
         self._sent: dict[int, PushRecord] = {}
-        """Orders whose records the sender has, by its ticket."""
+        """Orders whose records the sender has, by the sender's ticket."""
         self._settled: dict[int, ObjectName] = {}
-        """Records that the receiver says are here, by slot."""
+        """Names of records that the receiver tells senders not to send, by slot."""
 
     def drop(self, slots: Collection[int]) -> None:
         self._poll()
         for number in [n for n, push in self._unsent.items() if push.place.slot in slots]:
-            # Its request has gone; the slot is another record's.
+            # The record's request has ended, and the slot may belong to another record.
             self._finish(self._unsent.pop(number), Result.FAILED, LEFT_THE_POOL)
         for slot in slots:
             if (left := self._settled.pop(slot, None)) is not None:
@@ -110,7 +110,7 @@ class TransferLink(RecordLink):
                 self.receiver.withdraw(name)
             elif self.receiver.is_offered(name):
                 continue
-            else:  # it is computed here: who offers it later is told
+            else:  # this engine computes the record: the receiver tells so to a later sender
                 reason = "no server has offered the record, and other requests wait for room"
                 self.receiver.settle(name)
             order = self._awaited.pop(name)
@@ -124,7 +124,7 @@ class TransferLink(RecordLink):
             name = ObjectName(received.name)
             order = self._awaited.pop(name, None)
             if order is None:
-                continue  # withdrawn in the same moment
+                continue  # withdrawn at the same moment
             match received.outcome:
                 case receiving.Outcome.TAKEN:
                     assert received.route is not None
