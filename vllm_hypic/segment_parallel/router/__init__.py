@@ -1,4 +1,4 @@
-"""``vllm-hypic router``: an OpenAI-compatible front that distributes cold segments' prefill to many instances.
+"""``vllm-hypic router``: an OpenAI-compatible front that lets many instances prefill cold segments.
 
 ``completions.py`` leads a completion request through these modules: ``prompt.py`` (text to tokenise) ->
 ``plan.py`` (the engine's own plan) -> ``assign.py`` (missing records, and a worker for each) ->

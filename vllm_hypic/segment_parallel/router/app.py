@@ -34,7 +34,7 @@ _KEEP_ALIVE_S = 2.0
 
 
 def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -> FastAPI:
-    """Return the application: serves ``/healthcheck`` and ``/metrics``, and passes other paths to instances."""
+    """Return the app, which serves ``/healthcheck`` and ``/metrics``, and passes other paths to instances."""
     pool = InstancePool(settings)
     metrics = RouterMetrics(pool.instances)
     http = _client(settings.urls)
@@ -77,7 +77,7 @@ def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -
 
 
 def _client(urls: Sequence[str]) -> httpx.AsyncClient:
-    """Return a client with a separate connection pool per instance: a request's cost grows with its pool."""
+    """Return a client with a connection pool per instance: a request's cost grows with the pool's size."""
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
     )
@@ -88,7 +88,7 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Log the exception of a background task; such a task ends by itself only through a fault of the router."""
+    """Log the exception of a background task, which must run for ever: it ends only by a router's fault."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a background task of the router failed; restart the router", exc_info=error)
 

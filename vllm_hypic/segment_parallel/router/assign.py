@@ -49,10 +49,10 @@ class Decision:
     """Records that are already on their way to this combine node, for other requests of this router."""
     local: tuple[SegmentAsk, ...]
     gain: float
-    """Saved prefill before the first token, as a share of the combine node's prefill without workers."""
+    """Prefill saved before the first token, as a share of the combine node's prefill if it worked alone."""
 
     def only_joining(self) -> Decision:
-        """Return the decision with joined tasks only; the combine node computes all records of other tasks."""
+        """Return the decision with joined tasks only; the combine node computes all other tasks' records."""
         joined = tuple(t for t in self.tasks if t.source is RecordSource.JOINED)
         others = (t.ask for t in self.tasks if t.source is not RecordSource.JOINED)
         return replace(self, tasks=joined, local=(*self.local, *others))
@@ -64,7 +64,7 @@ class Decision:
 
 
 class Traffic(Protocol):
-    """Transfers under way that a request with one client's rights may share."""
+    """Transfers under way, as a request with one client's rights may use them."""
 
     def computing(self, key: str) -> Instance | None:
         """Return the worker that was last asked for the record, for any combine node, or ``None``."""
@@ -74,7 +74,7 @@ class Traffic(Protocol):
 
 
 def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[SegmentAsk]:
-    """Return the request's records that ``instance`` neither has nor computes, and no transfer brings there."""
+    """Return the request's records that ``instance`` neither has nor computes, and that are not coming."""
     return [
         s
         for s in planned.segments
@@ -85,9 +85,9 @@ def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[Segm
 def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], traffic: Traffic) -> Decision:
     """Distribute the records that ``combine`` lacks over ``instances``, which may take part now.
 
-    An instance that has a record sends it; else an instance sends it that computes it already, by the router's
-    own requests or by the instance's events.  LPT distributes all other records to instances with role prefill.
-    Changes no argument and no shared state.
+    The first choice for a record is an instance that has it.  The second choice is an instance that computes
+    it already, according to the router's own requests or the instance's events.  LPT distributes all other
+    records over the instances with role prefill.  Arguments and shared state stay unchanged.
     """
     others = [i for i in instances if i is not combine]
     wanted = missing(planned, combine, traffic)
@@ -123,7 +123,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
     ends = [loads[t.worker] for t in tasks if t.source is RecordSource.DISPATCHED]
     spread = max([loads[combine] + held, *ends]) + planned.stream_tokens
     work = sum(a.tokens for a in wanted) + planned.stream_tokens
-    # The combine node itself computes a single missing segment: a worker would not be faster.
+    # The combine node itself computes a single missing segment that no instance has or computes.
     useful = len(wanted) > 1 or any(t.source is not RecordSource.DISPATCHED for t in tasks)
     return Decision(
         combine,
@@ -160,9 +160,9 @@ def _known_source(
 def _groups(
     planned: Planned, combine: Instance, others: Sequence[Instance], rest: Sequence[SegmentAsk]
 ) -> list[tuple[list[SegmentAsk], list[Instance]]]:
-    """Return groups of segments with the instances that can compute them; one group unless pools differ in size.
+    """Return segments in groups, each with the instances that can compute it; one group if pools are alike.
 
-    A combine node with role prefill is in every group, and any combine node computes segments that no worker
+    A combine node with role prefill is in every group.  Any combine node computes the segments that no worker
     can compute.
     """
     workers = [i for i in others if i.roles.prefill]

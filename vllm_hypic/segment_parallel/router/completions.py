@@ -107,7 +107,7 @@ class Completions:
         await exchange.no_answer(self._pool.instances, request.id, last)
 
     async def _tokens(self, request: Request) -> tuple[Whole | None, Sequence[int] | None]:
-        """Return the reason why the request goes whole and ``None``, or ``None`` and the prompt's token ids."""
+        """Return ``None`` and the prompt's token ids, or the reason to send it whole and ``None``."""
         described = [i for i in self._pool.combiners() if i.spreads and i.description is not None]
         if not described:
             return Whole.NO_WORKERS, None
@@ -148,8 +148,8 @@ class Completions:
     ) -> tuple[Instance, Decision | None, Whole | None]:
         """Return the combine node and the request's decision; ``None``, and the reason, for a whole request.
 
-        No code awaits between this choice and the first segment request, so that the next request sees the load
-        of this request.
+        No code awaits between this choice and the first segment request, so that the next request's choice
+        sees this request's load.
         """
         if reason is Whole.SEGMENT_IDS:
             return candidates[0], None, reason  # this instance gets /v1/hypic requests: it knows the ids
@@ -255,7 +255,7 @@ class Completions:
             await answer.close()
 
     async def _settle(self, times: RequestBreakdown, transfers: Sequence[InFlightTransfer]) -> None:
-        """Wait up to ``_SETTLE_S`` for the workers' last answers, then release the transfers and add times."""
+        """Wait up to ``_SETTLE_S`` for workers' last answers, release the transfers, then observe times."""
         try:
             async with asyncio.timeout(_SETTLE_S):
                 for transfer in transfers:
@@ -290,7 +290,7 @@ class _Plans:
         return 0 if planned is None else planned.stream_tokens + sum(a.tokens for a in wanted)
 
     def at(self, instance: Instance) -> Planned | None:
-        """Return the plan that ``instance`` would make; ``None``: the request cannot or need not be planned."""
+        """Return the plan that ``instance`` would make; ``None`` if planning is impossible or needless."""
         description = instance.description
         if self._ids is None or description is None:
             return None
@@ -303,8 +303,8 @@ class _Plans:
 
 
 def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | None:
-    """Return the client's request without transfer options, which only routers may set; ``None`` when the body
-    is no JSON object."""
+    """Return the client's request without transfer options, which only routers may set; ``None`` when the
+    body is no JSON object."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -44,7 +44,7 @@ class Exchange:
 
     @property
     def leads_up(self) -> bool:
-        """Whether the path has a ``..`` step, which a server could resolve to outside an instance's base path."""
+        """Whether the path has a ``..`` step, by which it could leave an instance's base path."""
         return ".." in re.split(r"[/\\]", self.path)
 
     @property
@@ -114,7 +114,7 @@ class Exchange:
     async def end_stream(self, message: str) -> None:
         """End a broken event stream with an error event, as vLLM does when its engine fails."""
         body = error_body(500, message, "InternalServerError")
-        # The stream may have stopped inside an event: a blank line ends that event, and is harmless otherwise.
+        # The stream may have stopped inside an event: a blank line ends that event, else it is harmless.
         ending = b"\n\ndata: " + body + b"\n\ndata: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": ending, "more_body": False})
 

@@ -70,7 +70,7 @@ class Front:
     async def _proxy(self, exchange: Exchange, body: Any) -> None:
         """Pass the request on unchanged to an instance that answers clients.
 
-        Cache API requests always go to the first usable instance, because ids are known only where they were made.
+        Cache API requests always go to the first usable instance, because only the maker of an id knows it.
         """
         self._metrics.requests.labels("proxied").inc()
         streamed = not (body is None or isinstance(body, bytes))
