@@ -1,9 +1,9 @@
 """NIXL (UCX), a transport: a sender copies a record's bytes into its memory, and a receiver reads them there.
 
-Both sides register one piece of memory at the start and keep it until the end; each record's message carries
-only an address in that memory.  This costs the sender a copy, and makes a late reader harmless.  Over TCP,
-UCX lets the process that is read look up any requested address.  A reader could therefore still read a record
-that is no longer registered, and would crash the sender if the memory were unmapped.
+Both sides register one piece of memory at the start and keep it until the end.  Each record's message carries
+only an address in that memory.  The fixed memory costs the sender a copy, and makes a late reader harmless.
+Over TCP, UCX lets the process that is read look up any requested address.  A reader could therefore still
+read a record whose memory is no longer registered, and would crash the sender if the memory were unmapped.
 
 This module starts no thread, because NIXL's own progress thread would keep a core busy.  Transfers make
 progress only while their owners call ``poll`` or ``progress``.

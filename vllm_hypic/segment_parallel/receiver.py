@@ -54,8 +54,8 @@ class Receiver:
         ``namespace``: peers must have the same namespace, character by character.  ``max_nbytes``: limit on
         a record's bytes.  ``nixl``: a transport that the receiver owns from now on; records are read over it
         where senders support that.  ``send_s``: see
-        :data:`~vllm_hypic.segment_parallel.receiver_machine.SEND_S`.  Raises :class:`ConfigError` for an
-        address that cannot be bound, and without a secret for any but a loopback address.
+        :data:`~vllm_hypic.segment_parallel.receiver_machine.SEND_S`.  Raises :class:`ConfigError` with the
+        address when it cannot be bound, or is not a loopback address and there is no secret.
         """
         try:
             address = Address.parse(listen, any_port=True)
@@ -136,7 +136,7 @@ class Receiver:
         self._loop.wake()
 
     def is_offered(self, name: str) -> bool:
-        """Whether a sender offers or sends ``name``, or ``name`` is no longer expected (see ``poll``)."""
+        """Whether a sender offers or sends ``name``, or ``name`` has ended and may wait for ``poll``."""
         with self._lock:
             return self._machine.is_offered(name)
 
@@ -267,7 +267,7 @@ class Receiver:
                 self._flush()
 
     def _finish(self, grant: Grant, arrival: Arrival, transport: Inbound) -> None:
-        """Report an arrival's fault to the machine, or let the reader judge the bytes and report that."""
+        """Let the reader judge an ended arrival's bytes, and report the verdict or fault to the machine."""
         now = time.monotonic()
         with self._lock:
             if arrival.fault:

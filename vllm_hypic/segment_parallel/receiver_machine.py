@@ -20,7 +20,7 @@ MOST_OFFERS = 4096
 MOST_SETTLED = 4096
 MOST_WITHDRAWN = 4096
 MOST_PEERS = 16384
-"""Limit on peers; of more, the least recently heard peer is forgotten and must greet again."""
+"""Limit on peers; beyond it the least recently heard peer is forgotten, and greets again when it speaks."""
 REMEMBER_S = 120.0
 """Seconds that an offer waits for its name to be expected (senders renew offers), and ``settle`` lasts."""
 WITHDRAWAL_S = 10.0
@@ -325,7 +325,7 @@ class ReceiverMachine:
             grant.reading = True
         return grant
 
-    # -- who may send
+    # -- clearance to send
 
     def _grant(self, name: str, now: float) -> None:
         """Clear the first sender that offers ``name``, unless a cleared sender still has time."""

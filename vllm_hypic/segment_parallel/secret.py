@@ -90,7 +90,8 @@ def secret_of(path: str | None) -> bytes:
 
     The user's secret lies in ``vllm-hypic/segment-parallel-secret`` below ``XDG_STATE_HOME``
     (``~/.local/state``); a missing file is created.  Raises :class:`ConfigError` with the name of a file that
-    cannot be read or created, or is too short or long, and of a user's file that other users own or can use.
+    cannot be read or created, or is too short or long.  The same error names a user's secret that another
+    user owns or can access.
     """
     if path is not None:
         return _of_file(path)

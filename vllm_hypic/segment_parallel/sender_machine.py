@@ -139,7 +139,9 @@ class SenderMachine:
             self._offer(transfer, now)
 
     def lost(self) -> None:
-        """Reset transfers under way after a lost connection or greeting; a new ``Again`` restarts them."""
+        """Reset the transfers under way, after a lost connection or when the receiver has forgotten it.
+
+        The next ``Again`` and ``Welcome`` restart the transfers."""
         self.outbox.clear()
         self._greeted = False
         for transfer in self._firsts():

@@ -141,7 +141,7 @@ T = TypeVar("T")
 
 
 class Codec:
-    """Encode and decode headers.  Only one thread may use a codec: msgspec's encoders are not thread-safe."""
+    """Encode and decode headers.  Only one thread may use a codec, as threads must not share its encoder."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()

@@ -88,7 +88,7 @@ def _client(urls: Sequence[str]) -> httpx.AsyncClient:
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Log the exception of a background task, which must run for ever: it ends only by a router's fault."""
+    """Log the exception of a background task, which ends by itself only through a fault of the router."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a background task of the router failed; restart the router", exc_info=error)
 

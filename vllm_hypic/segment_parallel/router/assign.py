@@ -74,7 +74,7 @@ class Traffic(Protocol):
 
 
 def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[SegmentAsk]:
-    """Return the request's records that ``instance`` neither has nor computes, and that are not coming."""
+    """Return the request's records that ``instance`` neither has nor computes, and no transfer brings."""
     return [
         s
         for s in planned.segments

@@ -44,7 +44,7 @@ class Exchange:
 
     @property
     def leads_up(self) -> bool:
-        """Whether the path has a ``..`` step, by which it could leave an instance's base path."""
+        """Whether the path has a ``..`` step, which a server may resolve to leave an instance's base path."""
         return ".." in re.split(r"[/\\]", self.path)
 
     @property

@@ -70,7 +70,7 @@ class Front:
     async def _proxy(self, exchange: Exchange, body: Any) -> None:
         """Pass the request on unchanged to an instance that answers clients.
 
-        Cache API requests always go to the first usable instance, because only the maker of an id knows it.
+        Cache API requests always go to the first usable instance: only the instance that made an id knows it.
         """
         self._metrics.requests.labels("proxied").inc()
         streamed = not (body is None or isinstance(body, bytes))
@@ -94,7 +94,7 @@ class Front:
                 if exchange.begun:
                     count_failure(self._metrics, "stream", instance, request_id, e)
                     raise BrokenOff(f"{exchange.method} {exchange.path}: {e}") from e
-                if e.answer is not None:  # the instance lives: the client gets its own error
+                if e.answer is not None:  # the client gets the instance's own error
                     await exchange.relay(e.answer, [])
                     return
                 count_failure(self._metrics, "proxied", instance, request_id, e)

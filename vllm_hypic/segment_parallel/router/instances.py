@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 FIRST_BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 30.0
 FRESH_S = 1.0
-"""Seconds that the router's own knowledge of an instance's records precedes the instance's events."""
+"""Seconds that the router's own knowledge of an instance's records outranks the instance's events."""
 ASSUMED_S_PER_TOKEN = 0.002
 """Speed assumed before the first timed segment: slow, so that no worker counts as late without reason."""
 _SMOOTHING = 0.3
@@ -128,7 +128,7 @@ class Instance:
 
     @property
     def silent(self) -> bool:
-        """Whether the instance is described, but no event came for longer than ``silence_s``."""
+        """Whether the instance is described, but no event confirmed its view for ``silence_s`` seconds."""
         return self.state is InstanceState.DESCRIBED and self._silence_s < self.view.age_s
 
     # -- records ---------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Instance:
 
     @property
     def load(self) -> int:
-        """Tokens to prefill here: queued tokens, plus sent or reported (including sent) ones if more."""
+        """Tokens to prefill here: queued plus the larger of sent and reported tokens, which overlap."""
         return self.queued_tokens + max(self.sent_tokens, self.view.load_tokens)
 
     def timed(self, tokens: int, sent_at: float) -> None:
@@ -217,7 +217,7 @@ class InstancePool:
         return chosen
 
     def s_per_token(self, worker: Instance) -> float:
-        """Return seconds per token: the worker's own, else all instances' mean, else the assumed speed."""
+        """Return seconds per token: the worker's own, else the mean of timed instances, else the assumed."""
         if worker.s_per_token is not None:
             return worker.s_per_token
         known = [i.s_per_token for i in self.instances if i.s_per_token is not None]

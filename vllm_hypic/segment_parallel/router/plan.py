@@ -76,9 +76,9 @@ class Planned:
 def plan_request(
     ids: Sequence[int], extra_args: Mapping[str, Any], salt: str | None, description: Description
 ) -> Planned | None:
-    """Return the plan that the engine will make; ``None``: it refuses the request, or nothing is to plan.
+    """Return the plan that the engine will make; ``None`` for a request that it refuses or need not plan.
 
-    A pure function: the result depends on the arguments alone.
+    The function changes nothing, and its result depends on the arguments alone.
     """
     if not description.primitives.contains(ids):
         return None

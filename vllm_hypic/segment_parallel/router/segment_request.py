@@ -19,7 +19,7 @@ from .prompt import COMPLETIONS
 _LONGEST_S = 120.0
 """Deadline in seconds where neither the router nor the instance sets a deadline."""
 _ANSWER_S = 5.0
-"""Seconds after the deadline until the answer that reports its miss must be here."""
+"""Seconds after the deadline that the router still waits for the answer that reports the missed deadline."""
 
 
 class SegmentOutcome(Enum):

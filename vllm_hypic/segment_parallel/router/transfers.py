@@ -1,4 +1,4 @@
-"""In-flight transfers: records on their way to a combine node; requests for the same record share one."""
+"""In-flight transfers: records on their way to a combine node, shared by all requests that wait for them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class InFlightTransfer:
 
     @property
     def taken_route(self) -> RecordRoute | None:
-        """The best knowledge of the route taken: the worker's answer may come after its record."""
+        """The route taken, as far as known: the worker's answer may come after its record."""
         return self.trying if self.route is None and self.received_at is not None else self.route
 
     @property
@@ -178,7 +178,7 @@ class InFlightTransfers:
         return found
 
     def release(self, transfers: Sequence[InFlightTransfer]) -> list[InFlightTransfer]:
-        """Note that a request no longer wants ``transfers``; cancel and return those without other waiters.
+        """Note that a request no longer wants ``transfers``; cancel and return open ones without waiters.
 
         A worker's engine still finishes a computation that has begun, but its slot at the worker is free."""
         unwanted = []
