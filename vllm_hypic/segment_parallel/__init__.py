@@ -1,10 +1,10 @@
-"""Segment parallelism: segments that are cached nowhere are prefilled on many instances and combined on one.
+"""Segment parallelism: many instances prefill a prompt's uncached segments, and one instance combines them.
 
-client -> router (plans segments, asks its directory who holds what, spreads the missing ones by LPT:
-``lpt.py``) -> workers (prefill one segment each, push its record: ``sender.py``) -> receiver of the combine
-node (``receiver.py``) -> the original request, which waits there, is composed from records -> first token ->
-router -> client.
+client -> router (plans segments, looks up in its directory which instance holds which record, spreads missing
+segments by LPT: ``lpt.py``) -> workers (each prefills a segment and pushes its record: ``sender.py``) ->
+receiver of the combine node (``receiver.py``) -> the original request waits there and is composed from
+records -> first token -> router -> client.
 
-Every instance is an ordinary ``vllm serve --attention-backend hypic``; what it holds reaches the router's
-directory as events (``events.py``).  How records get from sender to receiver: ``README.md``.
+Every instance is an ordinary ``vllm serve --attention-backend hypic``.  Events carry the names of its records
+to the router's directory (``events.py``).  ``README.md`` describes a record's way from sender to receiver.
 """

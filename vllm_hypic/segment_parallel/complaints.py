@@ -1,4 +1,4 @@
-"""Complaints: warnings that do not flood the log."""
+"""Complaints: warnings at a limited rate, so that repeated faults do not flood the log."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _MOST_KINDS = 256
 
 
 class Complaints:
-    """Warnings: of each kind one per ``every_s`` seconds, with the number of those left out.
+    """Log at most one warning of each kind per ``every_s`` seconds, with the number of suppressed warnings.
 
-    For one thread at a time.  The least recent of more than 256 kinds is forgotten.
+    Only one thread at a time may use an instance.  Of more than 256 kinds, the least recent is forgotten.
     """
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s
         self._kinds: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        """When each kind was logged, and how often it was left out since."""
+        """Time of each kind's last log line, and the number of its warnings suppressed since."""
 
     def warn(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What an instance says of itself (``GET /v1/hypic/describe``), so that a router plans as its engine does."""
+"""An instance's own description (``GET /v1/hypic/describe``), with which routers plan as the engine does."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Description(
     ] = False
 
     def __post_init__(self) -> None:
-        """``ValueError`` for addresses that are none, and for primitives that are not three."""
+        """Raise ``ValueError`` for a malformed address, and unless the primitives are three distinct ids."""
         for address in (self.receiver, self.events):
             Address.parse(address)
         _ = self.primitives
@@ -119,7 +119,7 @@ class Description(
 
     @property
     def planning(self) -> tuple[object, ...]:
-        """Everything that a plan depends on."""
+        """All values of the description that a plan depends on."""
         return (
             self.primitives,
             self.link_defaults,
@@ -135,5 +135,5 @@ class Description(
         )
 
     def tier_shared_with(self, worker: Description) -> str | None:
-        """The identity of a tier that both have: the fastest of this instance's."""
+        """Return the identity of this instance's fastest tier that ``worker`` shares, or ``None``."""
         return next((tier for tier in self.shared_tiers if tier in worker.shared_tiers), None)

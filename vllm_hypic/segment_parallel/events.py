@@ -1,8 +1,8 @@
-"""How routers know what every instance holds: each publishes its changes, routers keep a view of each.
+"""Events: every instance publishes the changes of its records, and routers keep a view of each instance.
 
-A subscriber that joins, missed something or finds another engine process at the address asks for a snapshot
-and applies the changes that follow it.  Nobody waits for anybody: what a subscriber has no room for
-is dropped; their numbers tell it so.
+A subscriber asks for a snapshot when it joins, misses a message or finds another engine process at the
+address.  The subscriber then applies the changes that follow the snapshot.  No side waits for the other:
+the publisher drops messages that a subscriber has no room for, and gaps in their numbers reveal the loss.
 """
 
 from __future__ import annotations
@@ -47,35 +47,35 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUEUED_MESSAGES = 512
-"""Messages that may wait for one subscriber, or in one; what comes on top is dropped."""
+"""Limit on messages that wait for one subscriber, or inside a subscriber; further messages are dropped."""
 SILENCE_S = 2.0
-"""A view that was not known to be right for so long counts as unknown."""
+"""Seconds after which a view that no message confirms counts as unknown."""
 _ASK_AGAIN_S = 0.5
 _SNAPSHOT_SHARE = 0.1
-"""Share of the publisher's time that snapshots may take, however many are asked for."""
+"""Limit on the share of the publisher's time that snapshots take, independent of the number of requests."""
 _MOST_ASKED = 1024
-"""Subscribers whose snapshots wait; the others ask again."""
+"""Limit on subscribers whose snapshots wait; further subscribers must ask again."""
 _CLOSE_S = 5.0
 
 
 class Publisher:
-    """Publishes one engine process's records and load, from a thread of its own.
+    """Publish one engine process's records and load, on a separate thread.
 
-    Memory: one entry a name, and :data:`QUEUED_MESSAGES` messages a subscriber.
+    Memory: one entry per name, and :data:`QUEUED_MESSAGES` messages per subscriber.
     """
 
     def __init__(self, bind: str, secret: Secret | None) -> None:
-        """Raises :class:`ConfigError` when nobody can listen on ``bind`` (``tcp://ADDRESS:PORT``)."""
+        """Listen on ``bind`` (``tcp://ADDRESS:PORT``); raise :class:`ConfigError` when that is impossible."""
         self.boot = secrets.token_hex(8)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.XPUB)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # around what `change` leaves for the thread
+        self._lock = threading.Lock()  # guards the values that `change` leaves for the thread
         self._changed: dict[str, Presence] = {}
         self._load = (0, 0)
         self._awake = False
         self._closing = False
-        # From here on the thread's own.
+        # Only the publisher's thread uses the attributes below.
         self._states: dict[str, Presence] = {}
         self._told_load = (0, 0)
         self._seq = 0
@@ -106,9 +106,10 @@ class Publisher:
         load_tokens: int,
         waiting: int = 0,
     ) -> None:
-        """Tell that records are resident now, being computed or fetched, or neither.  Never blocks.
+        """Publish a change of record states and load.  Never blocks.
 
-        ``load_tokens``: prompt tokens still to be prefilled; ``waiting``: requests that wait.
+        ``resident``: names of records in the pool; ``pending``: names being computed or fetched; ``gone``:
+        names of neither.  ``load_tokens``: prompt tokens still to prefill; ``waiting``: requests that wait.
         """
         with self._lock:
             for state, names in (
@@ -125,18 +126,18 @@ class Publisher:
             os.eventfd_write(self._wake, 1)
 
     def restart(self) -> None:
-        """Subscribers are to take this for another process, and ask for everything anew.  Never blocks."""
+        """Change the boot id, so that subscribers see a new process and ask for snapshots.  Never blocks."""
         self.boot = secrets.token_hex(8)
 
     def close(self) -> None:
-        """Stop publishing; what was not sent yet is lost.  Calling it again changes nothing."""
+        """Stop publishing; unsent messages are lost.  A second call changes nothing."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
             os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():  # it owns the socket: better leaked than closed under its hands
+        if self._thread.is_alive():  # the thread still uses the socket: a leak is safer than a close
             log.error("the thread that publishes events did not end within %g s", _CLOSE_S)
             return
         self._free()
@@ -213,13 +214,13 @@ class Publisher:
         self._send(ALL, encode(message))
 
     def _send(self, topic: bytes, body: bytes) -> None:
-        # An XPUB never waits: it drops what a subscriber has no room for.
+        # An XPUB socket never waits: it drops messages that a subscriber has no room for.
         with suppress(zmq.Again):
             self._socket.send_multipart([topic, body], zmq.NOBLOCK)
 
 
 class InstanceView:
-    """What a router knows of one instance.  The subscription changes it, everybody else reads it."""
+    """A router's view of one instance's records and load.  Only the subscription changes a view."""
 
     def __init__(self) -> None:
         self.resident: set[str] = set()
@@ -231,12 +232,12 @@ class InstanceView:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the view was last known to be right; infinite where it never was."""
+        """Seconds since a message last confirmed the view; infinite before the first snapshot."""
         return float("inf") if self._right_at is None else time.monotonic() - self._right_at
 
     @property
     def known(self) -> bool:
-        """Whether to trust the rest."""
+        """Whether a message confirmed the view recently enough to trust its records and load."""
         return self.age_s < SILENCE_S
 
     def _replace(self, boot: str, resident: set[str], pending: set[str]) -> None:
@@ -259,21 +260,21 @@ class InstanceView:
 
 
 class Subscription:
-    """Keeps :attr:`view` of the instance that publishes at ``url``; also while nobody is there yet."""
+    """Keep :attr:`view` of the instance that publishes at ``url``; the instance may start later."""
 
     def __init__(self, url: str, secret: Secret | None, on_change: Callable[[], None] = lambda: None) -> None:
-        """``on_change`` is called when names in the view have changed.
+        """Prepare a subscription; :meth:`run` calls ``on_change`` after each change of names in the view.
 
-        Raises :class:`ConfigError` when ``url`` is no ``tcp://ADDRESS:PORT``.
+        Raises :class:`ConfigError` unless ``url`` is ``tcp://ADDRESS:PORT``.
         """
         self.url = url
         self.view = InstanceView()
         self.ignored = 0
-        """Messages that were none, or not for us."""
+        """Number of messages that were malformed, or meant for another subscriber."""
         self.snapshots = 0
-        """Snapshots that were applied."""
+        """Number of snapshots applied to the view."""
         self._secret, self._on_change = secret, on_change
-        self._seq: int | None = None  # None: a snapshot is needed
+        self._seq: int | None = None  # number of the last change applied; None: a snapshot is needed
         self._topic = b""
         self._asked_at = 0.0
         self._parts: list[Snapshot] = []
@@ -296,11 +297,11 @@ class Subscription:
         socket.connect(self.url)
 
     async def run(self) -> None:
-        """Keep the view right until cancelled.  Afterwards it grows old."""
-        # One context, thus one thread, for however many instances.
+        """Keep the view up to date until cancelled.  Afterwards the view ages until it counts as unknown."""
+        # All subscriptions share one context, and thus one I/O thread.
         with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
             self._connect(socket)
-            # First: what changes after the snapshot must not be missed.
+            # Subscribe before the snapshot request, so that no change after the snapshot is missed.
             socket.subscribe(ALL)
             self._seq = None
             self._ask(socket)
@@ -317,7 +318,7 @@ class Subscription:
                     self.ignored += 1
                 else:
                     self._hear(message)
-                # A flood must not keep the event loop for itself: recv returns at once while there is more.
+                # recv returns at once while messages wait: without this, a flood would block the event loop.
                 await asyncio.sleep(0)
 
     def _ask(self, socket: zmq.Socket) -> None:
@@ -332,7 +333,7 @@ class Subscription:
         if isinstance(message, Snapshot):
             self._collect(message)
             return
-        self._parts = []  # a snapshot's parts come without anything between
+        self._parts = []  # a snapshot's parts arrive in a row: another message makes them incomplete
         view = self.view
         if message.boot != view.boot:
             view._forget(message.boot)
@@ -341,9 +342,9 @@ class Subscription:
             return
         step = 1 if isinstance(message, Changes) else 0
         if message.seq < self._seq + step:
-            return  # from before the snapshot
+            return  # the snapshot already contains this change
         if message.seq > self._seq + step:
-            self._seq = None  # something was missed; the view stays until the snapshot is there, or too old
+            self._seq = None  # a change was missed; the old view serves until a snapshot or its age ends it
             return
         if isinstance(message, Changes):
             view._apply(message)

@@ -1,8 +1,8 @@
-"""What instances publish: which records they hold and how much they have to do.
+"""Wire format of events: messages by which instances publish their records and load.
 
-Two frames each: topic and a msgpack body.  ``b"all"`` carries changes and heartbeats to every subscriber,
-``b"snap:" + 16 hex digits`` one subscriber's snapshot.  No message holds more names than
-:data:`NAMES_AT_ONCE`, so that a bound on messages is one on bytes.
+A message has two frames: a topic and a msgpack body.  Topic ``b"all"`` carries changes and heartbeats to
+every subscriber; topic ``b"snap:" + 16 hex digits`` carries one subscriber's snapshot.  A message holds at
+most :data:`NAMES_AT_ONCE` names, so that a bound on messages also bounds bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SNAPSHOT = re.compile(rb"snap:[0-9a-f]{16}")
 HEARTBEAT_S = 0.25
 NAMES_AT_ONCE = 4096
 MOST_NAMES = 1 << 22
-"""Most names of one instance.  More are no instance's: a view that grows beyond is given up."""
+"""Limit on one instance's names.  No real instance has more: a view that grows beyond is given up."""
 MOST_BYTES = 1 << 20
 """Largest frame; a larger one closes the connection before it is read."""
 
@@ -43,13 +43,13 @@ class Changes(msgspec.Struct, frozen=True, array_like=True, tag=1):
     pending: _Names
     gone: _Names
     load_tokens: _Count
-    """Tokens of prompts still to be prefilled."""
+    """Number of prompt tokens still to be prefilled."""
     waiting: _Count
-    """Requests that wait."""
+    """Number of requests that wait."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Nothing changed since change ``seq``, but perhaps the load."""
+    """Confirms that no record changed since change ``seq``, and gives the present load."""
 
     boot: _Boot
     seq: _Count
@@ -58,7 +58,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Part ``part`` of ``parts`` of everything that holds after change ``seq``."""
+    """Part ``part`` (from 0) of ``parts`` of an instance's complete state after change ``seq``."""
 
     boot: _Boot
     seq: _Count
@@ -77,7 +77,8 @@ _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(frames: Sequence[bytes], snapshot_topic: bytes) -> Message | None:
-    """The message, or ``None`` when this is none, or a snapshot that is not for ``snapshot_topic``."""
+    """Return the message in ``frames``; ``None``: malformed, or a snapshot for a topic other than
+    ``snapshot_topic``."""
     if len(frames) != 2:
         return None
     try:
@@ -89,18 +90,18 @@ def decode(frames: Sequence[bytes], snapshot_topic: bytes) -> Message | None:
 
 
 def new_snapshot_topic() -> bytes:
-    """A topic that nobody else has."""
+    """Return a random topic for one subscriber's snapshot."""
     return b"snap:" + secrets.token_hex(8).encode()
 
 
 def asked_snapshot(frame: bytes) -> bytes | None:
-    """The topic on which a new subscriber wants a snapshot; ``None``: ``frame`` is no such subscription."""
+    """Return the topic on which a subscriber asks for a snapshot; ``None`` when ``frame`` asks for none."""
     topic = frame[1:]
     return topic if frame[:1] == b"\x01" and _SNAPSHOT.fullmatch(topic) else None
 
 
 class Presence(Enum):
-    """What became of a record."""
+    """State of a record at an instance."""
 
     RESIDENT = "resident"
     PENDING = "pending"
@@ -109,7 +110,7 @@ class Presence(Enum):
 
 @dataclass(frozen=True)
 class NameBatch:
-    """Names by state, as many as fit one message."""
+    """Names by state; a batch fits one message."""
 
     resident: list[str]
     pending: list[str]
@@ -117,7 +118,7 @@ class NameBatch:
 
 
 def batches(states: Mapping[str, Presence]) -> Iterator[NameBatch]:
-    """``states`` in batches; none when there are no names."""
+    """Yield ``states`` in batches of at most :data:`NAMES_AT_ONCE` names; no batch without names."""
     names = iter(states)
     while taken := list(itertools.islice(names, NAMES_AT_ONCE)):
         by: dict[Presence, list[str]] = {state: [] for state in Presence}

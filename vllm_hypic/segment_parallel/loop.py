@@ -1,4 +1,4 @@
-"""The thread that does the sockets, of a receiver or of a sender: it waits for all of them at once."""
+"""The thread that serves the sockets of a receiver or a sender: one poll waits for all sockets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .complaints import logger
 
 
 class SocketLoop:
-    """One thread, one ZeroMQ context: a turn is taken whenever a polled socket has something to read,
-    somebody has called ``wake``, or time is over."""
+    """Run turns on one thread with one ZeroMQ context: a turn begins when a polled socket is readable, after
+    a call of ``wake``, or when the wait time ends."""
 
     def __init__(self, name: str) -> None:
-        """``name``: of the thread, and in the log.  Nothing runs before ``start``."""
+        """Prepare the loop; no thread runs before ``start``.  ``name``: name of the thread, also in logs."""
         self._name = name
         self.context: zmq.Context[Any] = zmq.Context()
         self._poller = zmq.Poller()
@@ -28,40 +28,43 @@ class SocketLoop:
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
         self._thread: threading.Thread | None = None
         self.closing = False
-        """Set by ``close``: no further turn begins."""
+        """True once ``close`` was called: no further turn begins."""
 
     def start(self, wait_ms: Callable[[], int], turn: Callable[[], None], end: Callable[[], None]) -> None:
-        """Have the thread call these, one at a time: ``wait_ms``, for the longest time until the next turn;
-        ``turn``, which does what there is to do and waits for nobody; last, also when one of them has
-        raised, ``end``, which closes the sockets and reports what is open."""
+        """Start the thread, which calls the three functions one at a time.
+
+        ``wait_ms`` returns the longest time until the next turn, in ms.  ``turn`` does the pending work
+        without waiting.  ``end`` runs last, also after an error, closes sockets and reports open work."""
         self._thread = threading.Thread(
             target=self._run, args=(wait_ms, turn, end), name=self._name, daemon=True
         )
         self._thread.start()
 
     def poll(self, polled: zmq.Socket[Any]) -> None:
-        """Take a turn when ``polled`` has something to read, from now on.  Not for other threads."""
+        """Take a turn whenever ``polled`` is readable, from now on.  Only the loop's own thread may call this
+        once the loop has started."""
         self._poller.register(polled, zmq.POLLIN)
 
     def leave(self, polled: zmq.Socket[Any]) -> None:
-        """Close a socket that was polled.  Not for other threads."""
+        """Close ``polled`` and stop polling it.  Only the loop's own thread may call this."""
         self._poller.unregister(polled)
         polled.close()
 
     def wake(self) -> None:
-        """Have a turn taken soon.  Any thread may call this, also after ``close``."""
-        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: there is none
+        """Make the thread take a turn soon.  Any thread may call this, also after ``close``."""
+        with contextlib.suppress(OSError):  # full: a wake is pending; closed: no thread is left to wake
             self._waker.send(b"\0")
 
     @property
     def here(self) -> bool:
-        """Whether the caller is the loop's own thread."""
+        """Whether the calling thread is the loop's own thread."""
         return threading.current_thread() is self._thread
 
     def close(self) -> None:
-        """End the thread and wait for it, however long its turn takes; then release everything.
+        """End the thread, wait for its turn without limit, then release wake sockets and context.
 
-        May be called twice, and without ``start``.  The loop's own thread does not wait for itself."""
+        ``close`` may be called twice, and without ``start``.  A call on the loop's own thread returns at once
+        and releases nothing."""
         self.closing = True
         self.wake()
         if self.here:
@@ -91,7 +94,7 @@ class SocketLoop:
 
 
 def send(to: zmq.Socket[Any], *frames: bytes) -> bool:
-    """Send a message without waiting; False when its peer is gone, or reads nothing."""
+    """Send a message without waiting; return False when the peer is gone, or does not read."""
     try:
         to.send_multipart(frames, zmq.NOBLOCK)
     except zmq.ZMQError as e:

@@ -1,6 +1,6 @@
-"""Which machine gets which piece of work: longest processing time first (Graham 1969).
+"""Assignment of work to machines: longest processing time first (LPT, Graham 1969).
 
-Costs and loads are in any one unit (tokens, seconds), >= 0 and finite; machines are alike.
+Costs and loads share one unit (tokens or seconds), and are >= 0 and finite; all machines are equally fast.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 
 def assign(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
-    """The machine of each cost: longest first, each to the machine that would finish it first.
+    """Return the machine's index for each cost: the largest cost first, each to the least loaded machine.
 
-    ``loads`` is what every machine has to do already.  Ties go to the lowest index, of costs and of machines,
-    so that the answer depends on the arguments alone.  On idle machines the last one finishes at most
+    ``loads``: work that each machine already has.  Ties go to the lowest index, of costs and of machines, so
+    that the result depends on the arguments alone.  On m idle machines the last machine finishes at most
     4/3 - 1/(3 m) times as late as in the best assignment.
 
     Raises ``ValueError`` for a cost or load that is negative or not finite, and for costs without machines.
@@ -28,7 +28,7 @@ def assign(costs: Sequence[float], loads: Sequence[float]) -> list[int]:
     machines = [(load, i) for i, load in enumerate(loads)]
     heapq.heapify(machines)
     found = [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable: ties by index
+    for piece in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):  # stable sort: ties by index
         load, machine = machines[0]
         found[piece] = machine
         heapq.heapreplace(machines, (load + costs[piece], machine))

@@ -1,12 +1,12 @@
-"""NIXL (UCX), a transport: a sender lays a record's bytes out, a receiver reads them from there.
+"""NIXL (UCX), a transport: a sender copies a record's bytes into its memory, and a receiver reads them there.
 
-Both sides register one piece of memory when they start, and keep it until the end: what travels between them
-with each record is only an address in it.  That costs the sender a copy, and is what makes a late reader
-harmless.  Over TCP, UCX lets the process that is read from look up any address it is asked for: registered
-no more, a record could still be read; unmapped, the sender would die of it.
+Both sides register one piece of memory at the start and keep it until the end.  Each record's message carries
+only an address in that memory.  The fixed memory costs the sender a copy, and makes a late reader harmless.
+Over TCP, UCX lets the process that is read look up any requested address.  A reader could therefore still
+read a record whose memory is no longer registered, and would crash the sender if the memory were unmapped.
 
-Nothing here has a thread: NIXL's own one would keep a core busy.  Transfers make progress while their owners
-ask for it.
+This module starts no thread, because NIXL's own progress thread would keep a core busy.  Transfers make
+progress only while their owners call ``poll`` or ``progress``.
 """
 
 from __future__ import annotations
@@ -30,31 +30,32 @@ from .complaints import Complaints, logger
 from .transport import Arrival, Handover, Inbound, Outbound, Route, TransportError
 
 INSTALL: Final = "pip install nixl==1.5.1"
-"""On a machine without CUDA: ``pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1``."""
+"""Command that installs NIXL.  Without CUDA: ``pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1``."""
 MOST_SOURCES: Final = 256
-"""Senders that a receiver is connected to; the one least recently read from makes room."""
+"""Limit on senders that a receiver is connected to; the least recently read idle sender makes room."""
 LATE_S, LATE_BYTES_PER_S = 5.0, 10e6
-"""A pull that takes longer than ``LATE_S + nbytes / LATE_BYTES_PER_S`` is given up."""
+"""A receiver gives a pull up after ``LATE_S + nbytes / LATE_BYTES_PER_S`` seconds."""
 
 _DEVICES = "UCX_NET_DEVICES"
 _DONE, _UNDER_WAY = "DONE", "PROC"
 
 
 class SpanAllocator:
-    """Spans of ``0..nbytes``, each aligned to :data:`~vllm_hypic.store.record.ALIGNMENT`: the first gap that
-    is long enough is taken.  For a few dozen spans at a time, and one thread."""
+    """Allocate spans of ``0..nbytes``, aligned to :data:`~vllm_hypic.store.record.ALIGNMENT`, first fit.
+
+    Meant for a few dozen spans at a time; only one thread may use an instance."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._taken: dict[int, int] = {}
-        """End of each span by its start, in order."""
+        """End of each span by its start, in ascending order."""
 
     def __len__(self) -> int:
-        """Spans that are taken."""
+        """Return the number of spans that are taken."""
         return len(self._taken)
 
     def take(self, nbytes: int) -> int | None:
-        """Start of a span of ``nbytes`` (at least 1); ``None`` when no gap is long enough."""
+        """Take a span of ``nbytes`` (at least 1) and return its start; ``None``: no gap is long enough."""
         start = 0
         for taken, end in self._taken.items():
             if start + nbytes <= taken:
@@ -70,7 +71,7 @@ class SpanAllocator:
 
 
 class _Agent:
-    """A NIXL agent with one registered piece of memory.  For one thread at a time."""
+    """A NIXL agent with one registered piece of memory.  Only one thread at a time may use an agent."""
 
     def __init__(self, nbytes: int, loopback: bool) -> None:
         api, self.errors = _nixl()
@@ -102,21 +103,22 @@ class _Agent:
             self._complaints.warn("progress", "NIXL cannot read its notifications: %s", e)
 
     def close(self) -> None:
-        """The memory outlives the agent, which writes there, and lets others read, until it is gone."""
+        """Delete the agent.  Its memory must outlive the agent, which writes there and serves readers."""
         del self.nixl
 
 
 class Exporter(Outbound):
-    """The sender's half: copies of records, in ``nbytes`` of memory, for receivers to read.
+    """The sender's half: copies records into ``nbytes`` of memory, where receivers read them.
 
-    Made by any thread, then used by the sender's thread only.
+    Any thread may create an exporter; afterwards only the sender's thread may use it.
     """
 
     route = Route.NIXL
 
     def __init__(self, nbytes: int, *, loopback: bool) -> None:
-        """``loopback``: unless ``UCX_NET_DEVICES`` says otherwise, only this machine can connect.
-        :class:`ConfigError`: NIXL is not installed, or finds no device."""
+        """Open an agent.  ``loopback``: use only the loopback device, unless ``UCX_NET_DEVICES`` is set.
+
+        Raises :class:`ConfigError` when NIXL is not installed, or finds no device."""
         self._agent = _Agent(nbytes, loopback)
         self._spans = SpanAllocator(nbytes)
 
@@ -128,13 +130,13 @@ class Exporter(Outbound):
         start = self._spans.take(data.nbytes)
         if start is None:
             return None
-        # NumPy's copy lets other threads run; a memoryview's does not.
+        # NumPy releases the GIL while it copies; a memoryview's copy does not.
         target = np.frombuffer(self._agent.memory, np.uint8, data.nbytes, start)
         np.copyto(target, np.frombuffer(data, np.uint8))
         return Handover(wire.Held(name, self._agent.address + start, self._agent.metadata))
 
     def release(self, handover: Handover) -> None:
-        """Whoever still reads it gets bytes that no digest agrees with."""
+        """Free the record's memory.  A late reader gets bytes that fail the check of the record's digest."""
         assert isinstance(handover.message, wire.Held)
         self._spans.give_back(handover.message.address - self._agent.address)
 
@@ -147,7 +149,7 @@ class Exporter(Outbound):
 
 @dataclass(eq=False, kw_only=True)
 class Pull(Arrival):
-    """Bytes on their way from a sender's memory into the puller's."""
+    """A read of a record's bytes from a sender's memory into the puller's memory."""
 
     start: int
     source: _Source
@@ -157,34 +159,34 @@ class Pull(Arrival):
 
 @dataclass(eq=False)
 class _Source:
-    """An agent that is read from."""
+    """A sender's NIXL agent, from which the puller reads."""
 
     name: str
     metadata: bytes
     pulls: set[Pull] = field(default_factory=set)
-    """Not ended, or given up and perhaps still written."""
+    """Pulls that have not ended; includes pulls given up whose memory NIXL may still write."""
     faulty: bool = False
-    """A pull failed: it is connected anew once all have ended."""
+    """True after a failed pull: the puller reconnects once all pulls from this source have ended."""
 
 
 class Puller(Inbound):
-    """The receiver's half: what it reads, into ``nbytes`` of memory.
+    """The receiver's half: reads records into ``nbytes`` of memory.
 
-    Made by any thread, then used by the receiver's thread only.
+    Any thread may create a puller; afterwards only the receiver's thread may use it.
     """
 
     route = Route.NIXL
 
     def __init__(self, nbytes: int, *, loopback: bool, late_s: float = LATE_S) -> None:
-        """``loopback``, errors: as of :class:`Exporter`.  ``late_s``: see :data:`LATE_S`."""
+        """Open an agent.  ``loopback``, errors: see :class:`Exporter`.  ``late_s``: see :data:`LATE_S`."""
         self._agent = _Agent(nbytes, loopback)
         self._spans = SpanAllocator(nbytes)
         self._late_s = late_s
         self._sources: OrderedDict[bytes, _Source] = OrderedDict()
-        """Sources by their metadata; the least recently read first."""
+        """Sources by their metadata, the least recently read source first."""
         self._under_way: list[Pull] = []
         self._given_up: list[Pull] = []
-        """Their memory may still be written: it is not used again before NIXL says that they have ended."""
+        """Pulls past their deadline.  NIXL may still write their memory: it is reused only after they end."""
 
     @property
     def busy(self) -> bool:
@@ -200,7 +202,7 @@ class Puller(Inbound):
         try:
             spans = [nixl.get_xfer_descs([(at, nbytes, 0)], "DRAM") for at in (here, message.address)]
             handle = nixl.initialize_xfer("READ", *spans, source.name)
-            nixl.transfer(handle)  # what becomes of it is told by poll
+            nixl.transfer(handle)  # poll finds the outcome
         except self._agent.errors as e:
             self._spans.give_back(start)
             source.faulty = True
@@ -253,7 +255,9 @@ class Puller(Inbound):
         return True
 
     def _fault(self, pull: Pull) -> str | None:
-        """Why the pull failed, empty when it did not; ``None`` while it is under way."""
+        """Return why the pull failed, empty after a success; ``None`` while NIXL still reads.
+
+        An ended pull is released and removed from its source."""
         try:
             state = self._agent.nixl.check_xfer_state(pull.handle)
             if state == _UNDER_WAY:
@@ -305,7 +309,7 @@ class Puller(Inbound):
 
 
 def open_nixl(config: SegmentParallelConfig) -> tuple[Exporter, Puller]:
-    """Both halves, for an instance.  :class:`ConfigError`: NIXL does not work here."""
+    """Return both halves for an instance.  Raises :class:`ConfigError` when NIXL does not work here."""
     loopback = config.secret_file is None
     if not loopback and _DEVICES not in os.environ:
         logger.warning(
@@ -319,7 +323,7 @@ def open_nixl(config: SegmentParallelConfig) -> tuple[Exporter, Puller]:
 
 @contextlib.contextmanager
 def _devices(default: str | None) -> Iterator[None]:
-    """Have UCX use ``default`` unless the environment names devices: it offers no other way to say so."""
+    """Set UCX's devices to ``default`` unless the environment names devices: UCX offers no other setting."""
     if default is None or _DEVICES in os.environ:
         yield
         return
@@ -331,7 +335,9 @@ def _devices(default: str | None) -> Iterator[None]:
 
 
 def _nixl() -> tuple[Any, tuple[type[Exception], ...]]:
-    """NIXL's module, and the exceptions that its calls raise, which have no base in common."""
+    """Return NIXL's module, and the exceptions that its calls raise, which have no common base class.
+
+    Raises :class:`ConfigError` when NIXL cannot be imported."""
     import logging
 
     try:
@@ -342,6 +348,6 @@ def _nixl() -> tuple[Any, tuple[type[Exception], ...]]:
             f"`{INSTALL}`, or set transport 'tcp'"
         ) from e
     if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # else it reports to stdout
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # else NIXL reports to stdout
     errors = tuple(e for e in vars(_bindings).values() if isinstance(e, type) and issubclass(e, Exception))
-    return _api, (*errors, KeyError, RuntimeError)  # the latter two: of a NIXL without UCX
+    return _api, (*errors, KeyError, RuntimeError)  # a NIXL without UCX raises the last two

@@ -1,7 +1,7 @@
-"""Receiver notifier: what a receiver is told of records that it expects, by who sends none: the router.
+"""Receiver notifier: a router's messages to a receiver about records that the receiver expects.
 
-``withdraw``: nobody will send them.  ``tell_stored``: they are in a shared tier.  Both wait: asyncio has
-threads for that (``to_thread``).
+``withdraw`` says that no sender will send the records; ``tell_stored`` says that a shared tier has them.
+Both functions block: asyncio code calls them in a thread (``to_thread``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .sockets import dealer, destination_of
 def withdraw(
     destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
 ) -> None:
-    """Tell the receiver at ``destination`` that nobody will send ``names``.  Returns when it knows.
+    """Tell the receiver at ``destination`` that no sender will send ``names``; return once it has answered.
 
-    ``ValueError`` names a malformed name, and a destination that is malformed or not allowed;
-    ``TimeoutError``: it has not answered ``timeout_s`` seconds from now; ``ConnectionRefusedError``: it has
-    another namespace or version.
+    Raises ``ValueError`` for a malformed name, and for a destination that is malformed or not allowed;
+    ``TimeoutError`` when the receiver does not answer within ``timeout_s`` seconds;
+    ``ConnectionRefusedError`` when the receiver has another namespace or version.
     """
     _tell(wire.Withdraw, destination, namespace, names, secret, timeout_s)
 
@@ -34,8 +34,9 @@ def withdraw(
 def tell_stored(
     destination: str, namespace: str, names: Sequence[str], secret: Secret | None, timeout_s: float = 2.0
 ) -> None:
-    """Tell the receiver at ``destination`` that ``names`` are in a tier that its instance shares.  Otherwise
-    as :func:`withdraw`."""
+    """Tell the receiver at ``destination`` that ``names`` are in a tier that its instance shares.
+
+    Waiting and errors: see :func:`withdraw`."""
     _tell(wire.Stored, destination, namespace, names, secret, timeout_s)
 
 
@@ -66,7 +67,7 @@ def _tell(
                 reply = codec.reply(b"".join(socket.recv_multipart(zmq.NOBLOCK)))
             except (zmq.Again, wire.Malformed):
                 continue
-            match reply:  # what is said in vain is said again: the next connection begins with Again
+            match reply:  # a lost message is sent again: every new connection begins with Again
                 case wire.Again():
                     send(socket, codec.encode(hello))
                 case wire.Welcome():

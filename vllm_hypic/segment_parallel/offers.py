@@ -1,4 +1,4 @@
-"""What a receiver remembers of names that it does not expect: a bounded number, for a bounded time."""
+"""A receiver's memory of names and offers, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Recent:
-    """Names seen in the last ``age_s`` seconds, ``most`` at most: the oldest goes first."""
+    """Remember names for ``age_s`` seconds, at most ``most`` of them: the oldest name is dropped first."""
 
     def __init__(self, most: int, age_s: float) -> None:
         self._most, self._age_s = most, age_s
@@ -29,7 +29,7 @@ class Recent:
         self._since.pop(name, None)
 
     def pop(self, name: str, now: float) -> bool:
-        """Whether it has the name, which it forgets."""
+        """Forget ``name``, and return whether it was remembered."""
         found = self.has(name, now)
         self.discard(name)
         return found
@@ -48,7 +48,7 @@ class Offered:
 
 
 class Offers:
-    """Offers without an answer, oldest first; one per name and peer, ``most`` altogether, for ``age_s``."""
+    """Keep unanswered offers, oldest first: one per name and peer, at most ``most`` in all, for ``age_s``."""
 
     def __init__(self, most: int, age_s: float) -> None:
         self._most, self._age_s = most, age_s
@@ -59,7 +59,7 @@ class Offers:
         return len(self._all)
 
     def add(self, name: str, peer: bytes, nbytes: int, now: float) -> None:
-        """An offer made again keeps its place among the offers of its name, and lives on."""
+        """Keep an offer.  A repeated offer keeps its place among the offers of its name; its age restarts."""
         offered = Offered(name, peer, nbytes, now)
         self._all[name, peer] = offered
         self._all.move_to_end((name, peer))

@@ -1,11 +1,11 @@
-"""Permits: only who holds the secret of segment parallelism may have records sent or awaited.
+"""Permits: only a holder of segment parallelism's secret may request that an engine send or await records.
 
-A router signs the transfer options of each request that it sends to an engine, and the engine checks that
-before it looks at them.  A permit is ``UNTIL-MAC``: Unix time in whole seconds, and an HMAC-SHA256 of that
-time, the request's cache salt and adapter, all its ``hypic_`` options, and, where records are to be sent, the
-prompt's token ids.  Which records are awaited is said by their keys, which are digests of their tokens and
-their salt: in another prompt the same permit opens nothing.  (The prompt's ids are left out there, because a
-chat template may make others of a client's words at the engine than it did for the router.)
+A router signs the transfer options of each request to an engine, and the engine checks the permit before it
+uses the options.  A permit is ``UNTIL-MAC``: Unix time in whole seconds, and an HMAC-SHA256.  The MAC covers
+that time, the request's cache salt, its adapter and all its ``hypic_`` options.  For a request that sends
+records, the MAC also covers the prompt's token ids.  A request that awaits records names them by keys, which
+are digests of tokens and salt: in another prompt its permit is useless.  Its MAC leaves the prompt's ids out,
+because a chat template may give the engine other ids than it gave the router.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..primitives.policies import LinkError
 from .secret import secret_of
 
 LIFETIME_S = 60
-"""How long a permit is valid; as far may the clocks of router and engine be apart."""
+"""Validity of a permit in seconds; also the largest tolerated clock difference of router and engine."""
 _FORM = re.compile(r"([0-9]{1,12})-([0-9a-f]{64})")
 _VERSION = "hypic permit 1"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The request that a permit is for, besides its options.  ``lora``: the name of its adapter."""
+    """The request that a permit is for, without its options.  ``lora``: name of the request's adapter."""
 
     token_ids: Sequence[int]
     salt: str | None
@@ -40,29 +40,29 @@ class Subject:
 
 
 class Permits:
-    """Issues and checks permits.  Immutable; may be used by any number of threads."""
+    """Issue and check permits.  Instances are immutable; any number of threads may use them."""
 
     def __init__(self, secret: bytes, clock: Callable[[], float] = time.time) -> None:
-        """``clock``: Unix time in seconds."""
+        """Derive the signing key from ``secret``.  ``clock``: returns Unix time in seconds."""
         self._key = hashlib.blake2b(secret, digest_size=32, person=b"hypic permit").digest()
         self._clock = clock
 
     @staticmethod
     @cache
     def read(path: str | None) -> Permits:
-        """Of the secret in a file; ``None``: of the one that this user's processes on this machine share.
+        """Return permits for the secret in a file; ``None``: the secret of this user on this machine.
 
-        Each file is read once.  :class:`ConfigError` names one that cannot be used.
+        Each file is read once.  Raises :class:`ConfigError` with the name of an unusable file.
         """
         return Permits(secret_of(path))
 
     def issue(self, options: Mapping[str, Any], subject: Subject) -> str:
-        """The value of ``hypic_permit`` for a request with such options."""
+        """Return the value of ``hypic_permit`` for a request with ``options``."""
         until = int(self._clock()) + LIFETIME_S
         return f"{until}-{self._mac(until, options, subject)}"
 
     def check(self, options: Mapping[str, Any], subject: Subject) -> None:
-        """Raise :class:`LinkError` unless the request has no transfer options, or a permit for them."""
+        """Raise :class:`LinkError` for a request with transfer options but without a valid permit."""
         given = [name for name in TRANSFER if options.get(name) is not None]
         if not given:
             return

@@ -1,4 +1,4 @@
-"""What a receiver tells its owner: how expectations end, and what it has counted."""
+"""A receiver's reports to its owner: ends of expectations, and counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .transport import Route
 
 
 class Outcome(Enum):
-    """How an expectation ends."""
+    """Ways in which an expectation ends."""
 
     TAKEN = "taken"
     IN_TIER = "in a tier that its maker shares with this instance"
@@ -24,13 +24,13 @@ class Received:
     name: str
     outcome: Outcome
     reason: str = ""
-    """Why it is not coming here; empty when taken."""
+    """Why no sender brings the record; empty for a taken record."""
     nbytes: int = 0
-    """0 unless taken."""
+    """Size of a taken record; else 0."""
     seconds: float = 0.0
-    """Time from clearing the sender to send until the reader had taken the bytes; 0 unless taken."""
+    """Time from the clear-to-send until the reader took the bytes; 0 unless the record was taken."""
     route: Route | None = None
-    """How it came; ``TIER`` when it is still to be fetched from there."""
+    """Route that the record took; ``TIER``: the owner must still fetch the record from the tier."""
 
     @property
     def taken(self) -> bool:
@@ -44,20 +44,20 @@ class ReceiverCounts:
     offers: int = 0
     taken: int = 0
     refused: int = 0
-    """Offers and records: too large, damaged, foreign, or the reader failed."""
+    """Offers and records refused: too large, damaged or foreign, or the reader failed."""
     withdrawn: int = 0
-    """Names that were expected when a router withdrew them."""
+    """Expected names that a router withdrew."""
     stored: int = 0
-    """Names that were expected when a router said that a shared tier has them."""
+    """Expected names that a router reported to be in a shared tier."""
     bytes: int = 0
     """Bytes of records taken."""
     pulled: int = 0
-    """Records taken that were read over NIXL; the others came over TCP."""
+    """Taken records that were read over NIXL; all other taken records came over TCP."""
     unpulled: int = 0
-    """Records that NIXL could not read: their senders were told to send them over TCP."""
+    """Records that NIXL could not read: the receiver told their senders to use TCP."""
     dropped: int = 0
-    """Messages of peers that do not keep to the protocol."""
+    """Messages that violate the protocol."""
     late: int = 0
-    """Records whose sender had been cleared to send, and that were no longer wanted when they came."""
+    """Records that arrived after a clear-to-send, when the receiver no longer wanted them."""
     unwelcome: int = 0
-    """Greetings of other versions or namespaces."""
+    """Greetings with another version or namespace."""

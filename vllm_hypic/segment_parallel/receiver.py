@@ -1,6 +1,6 @@
-"""Receiver: where records of other instances arrive.
+"""Receiver: takes records that other instances send.
 
-The protocol is ``receiver_machine.py``; here are its socket, its thread, and the bytes.
+``receiver_machine.py`` holds the protocol; this module holds the socket, the thread and the bytes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WARN_S = 5.0
 
 
 class Receiver:
-    """Takes records of other instances on a thread of its own.  All methods may be called by any thread;
-    none but ``withdraw``, ``settle`` and ``close`` waits for anything.
+    """Take records of other instances on a separate thread.
 
-    Memory: records under way that were agreed to, and at most 16 messages per connection that were not, each
-    of at most ``max_nbytes``; only holders of the secret (without one: processes of this machine) send any.
+    Any thread may call any method; only ``withdraw``, ``settle`` and ``close`` wait.  Memory: granted records
+    under way, and at most 16 unread messages per connection, each of at most ``max_nbytes``.  Only holders of
+    the secret can send messages; without a secret, only processes of this machine can.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Receiver:
         *,
         send_s: float = SEND_S,
     ) -> None:
-        """Bind to ``listen`` (``tcp://ADDRESS:PORT``; port 0: any that is free, see :attr:`url`).
+        """Bind to ``listen`` (``tcp://ADDRESS:PORT``; port 0: any free port, see :attr:`url`).
 
-        ``namespace``: peers must have the same, character by character.  ``max_nbytes``: no record ever
-        expected is larger.  :class:`ConfigError` names the address when it cannot be bound, or is not a
-        loopback address while there is no secret.  With ``nixl``, which is the receiver's from now on,
-        records are read over it where their senders can do so.  ``send_s``: see
-        :data:`~vllm_hypic.segment_parallel.receiver_machine.SEND_S`.
+        ``namespace``: peers must have the same namespace, character by character.  ``max_nbytes``: limit on
+        a record's bytes.  ``nixl``: a transport that the receiver owns from now on; records are read over it
+        where senders support that.  ``send_s``: see
+        :data:`~vllm_hypic.segment_parallel.receiver_machine.SEND_S`.  Raises :class:`ConfigError` with the
+        address when it cannot be bound, or is not a loopback address and there is no secret.
         """
         try:
             address = Address.parse(listen, any_port=True)
@@ -75,18 +75,18 @@ class Receiver:
                 f"{where}: cannot be bound: {e.strerror}; expected an address of this machine and a free port"
             ) from e
         self.url: str = str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        """Where senders connect to, unless the address is all interfaces or behind a NAT."""
+        """Address to which senders connect, unless ``listen`` is all interfaces or behind a NAT."""
         self.on_received: Callable[[], None] = lambda: None
-        """Called by the receiver's thread when there is more for ``poll``; it must not wait."""
+        """Called by the receiver's thread when ``poll`` has new results; the function must not wait."""
         self._codec = wire.Codec()
         self._complaints = Complaints()
         self._lock = threading.Condition()
-        """Guards the machine, and what is read; told when a reader has returned."""
+        """Guards ``_machine`` and ``_reading``; notified when a reader has returned."""
         self._machine = ReceiverMachine(
             namespace, max_nbytes, self._complaints, pull=nixl is not None, send_s=send_s
         )
         self._reading: Expected | None = None
-        # The thread's own.
+        # Only the receiver's thread uses the attributes below.
         self._transports: dict[type[wire.Request], Inbound] = {wire.Data: TcpInbound()}
         if nixl is not None:
             self._transports[wire.Held] = nixl
@@ -103,43 +103,45 @@ class Receiver:
     # -- called by the owner
 
     def expect(self, name: str, limit: int, reader: Reader) -> None:
-        """From now on a record ``name`` of at most ``limit`` bytes is taken; ``poll`` tells when it is over.
+        """Take a record ``name`` of at most ``limit`` bytes from now on; ``poll`` reports the end.
 
-        ``reader`` checks the bytes and takes them over, on the receiver's thread; it runs once per delivery,
-        again after another verdict than ``TAKEN``.  The bytes are aligned to 8, and its own until it returns.
-        ``ValueError``: no object name, a limit below 1, or expected already.
+        ``reader`` checks the bytes and takes them over, on the receiver's thread.  The reader runs once per
+        delivery, and runs again after a verdict other than ``TAKEN``.  The bytes are aligned to 8, and valid
+        until the reader returns.  Raises ``ValueError`` for a malformed name, a limit below 1, and a name
+        that is expected already.
         """
         with self._lock:
             self._machine.expect(name, limit, reader, time.monotonic())
         self._loop.wake()
 
     def withdraw(self, name: str) -> None:
-        """``name`` is no longer wanted, or no longer there: what ``settle`` said is forgotten, those who
-        offer it now are told, and nothing is reported of it afterwards.  Returns once its reader is not
-        running, however long that takes: it writes where the owner said.
+        """Stop expecting ``name``: tell its present senders, forget ``settle``, report nothing afterwards.
 
-        A record that was taken counts as settled: call this when it leaves again, so that who offers it anew
-        is not told that it is there."""
+        Waits without limit until the name's reader has returned, because the reader writes to the owner's
+        memory.  A taken record counts as settled.  Call this method when a taken record leaves again;
+        otherwise a later sender is told that the record is still here."""
         with self._lock:
             self._machine.withdraw(name, time.monotonic())
             self._wait_for_reader(name)
         self._loop.wake()
 
     def settle(self, name: str) -> None:
-        """``name`` is there: like ``withdraw``, and for the next 120 s who offers it is told so, or until it
-        is expected or withdrawn.  Of more than 4096 such names the oldest is forgotten."""
+        """Stop expecting ``name`` as ``withdraw`` does, because its record is here.
+
+        For 120 s, or until the name is expected or withdrawn, senders that offer it get ``Done``.  Of more
+        than 4096 such names the oldest name is forgotten."""
         with self._lock:
             self._machine.settle(name, time.monotonic())
             self._wait_for_reader(name)
         self._loop.wake()
 
     def is_offered(self, name: str) -> bool:
-        """Whether somebody offers or sends ``name``, or its end is yet to be polled."""
+        """Whether a sender offers or sends ``name``, or ``name`` has ended and may wait for ``poll``."""
         with self._lock:
             return self._machine.is_offered(name)
 
     def poll(self) -> list[Received]:
-        """What ended since the last call, each reported once."""
+        """Return the expectations that ended since the last call; each end is reported once."""
         with self._lock:
             found = list(self._machine.ended)
             self._machine.ended.clear()
@@ -150,7 +152,7 @@ class Receiver:
             return replace(self._machine.counts)
 
     def close(self) -> None:
-        """Let go of the port and of all peers.  Waits for a reader under way.  May be called twice."""
+        """Close the port and all connections, after a running reader has returned.  May be called twice."""
         self._loop.close()
 
     def _wait_for_reader(self, name: str) -> None:
@@ -187,8 +189,8 @@ class Receiver:
             transport.close()
 
     def _flush(self) -> None:
-        """Send the replies that are due.  Whoever is gone, or reads nothing, is forgotten, and greets anew
-        if it is back."""
+        """Send the replies that are due.  Forget a peer that is gone or does not read; a peer that comes back
+        greets again."""
         with self._lock:
             while self._machine.outbox:
                 peer, reply = self._machine.outbox.popleft()
@@ -196,7 +198,7 @@ class Receiver:
                     self._machine.lost(peer, time.monotonic())
 
     def _receive(self) -> bool:
-        """Handle one message; False when there is none."""
+        """Handle one message; return False when no message waits."""
         try:
             peer = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -204,13 +206,13 @@ class Receiver:
         frames: list[zmq.Frame] = []
         while self._socket.rcvmore:
             frame = self._socket.recv(copy=False)
-            frames = [*frames[:2], frame]  # a third stands for all that follow
+            frames = [*frames[:2], frame]  # keep one frame of all after the second
         fault = ""
         try:
             self._handle(peer, frames)
         except wire.Malformed as e:
             fault = str(e)
-        except Exception:  # one peer's message must not end the service of all others
+        except Exception:  # one peer's message must not end the service for all peers
             self._complain("fault", "receiver %s: a message caused an internal error", self.url)
             fault = "an internal error of this receiver"
         if fault:
@@ -221,7 +223,7 @@ class Receiver:
 
     def _handle(self, peer: bytes, frames: list[zmq.Frame]) -> None:
         now = time.monotonic()
-        if len(frames) == 1 and not len(frames[0]):  # somebody has connected
+        if len(frames) == 1 and not len(frames[0]):  # a peer has connected
             with self._lock:
                 self._machine.connected(peer)
             return
@@ -244,7 +246,7 @@ class Receiver:
             self._start(grant, request, frames[-1].buffer)
 
     def _start(self, grant: Grant, message: wire.Data | wire.Held, payload: memoryview) -> None:
-        """Begin to get the bytes."""
+        """Begin to receive the bytes of ``grant`` over the transport of ``message``."""
         transport = self._transports[type(message)]
         try:
             arrival = transport.start(message, payload, grant.nbytes)
@@ -265,7 +267,7 @@ class Receiver:
                 self._flush()
 
     def _finish(self, grant: Grant, arrival: Arrival, transport: Inbound) -> None:
-        """The bytes are there, or will not be: have them read."""
+        """Let the reader judge an ended arrival's bytes, and report the verdict or fault to the machine."""
         now = time.monotonic()
         with self._lock:
             if arrival.fault:
@@ -284,7 +286,7 @@ class Receiver:
         transport.release(arrival)
 
     def _read(self, expected: Expected, data: memoryview) -> str:
-        """Why the reader does not take the bytes; empty when it does."""
+        """Run the reader on ``data``; return why the reader refuses the bytes, empty when it takes them."""
         try:
             verdict = expected.reader(data)
             return "" if verdict is Verdict.TAKEN else f"the record is {verdict.value}"
@@ -293,6 +295,6 @@ class Receiver:
             return f"the record could not be read: {type(e).__name__}: {e}"
 
     def _complain(self, kind: str, message: str, about: str) -> None:
-        """Log the exception that is being handled."""
+        """Log ``message`` about ``about`` with the exception that is being handled."""
         with self._lock:
             self._complaints.warn(kind, message, about, exc_info=True)

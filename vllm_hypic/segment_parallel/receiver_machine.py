@@ -1,7 +1,7 @@
 """The receiver's half of the protocol: a state machine without sockets, threads and clock.
 
-Who expects a name says so (``expect``); who has it offers it, before or after that; one sender at a time is
-cleared to send.  Bytes cross the network only for names that are expected and sizes that were agreed to.
+The owner announces a name by ``expect``; senders offer the name before or after that; one sender at a time is
+cleared to send.  Bytes cross the network only for expected names and agreed sizes.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ MOST_OFFERS = 4096
 MOST_SETTLED = 4096
 MOST_WITHDRAWN = 4096
 MOST_PEERS = 16384
-"""Peers that are more must greet again, which they do unasked."""
+"""Limit on peers; beyond it the least recently heard peer is forgotten, and greets again when it speaks."""
 REMEMBER_S = 120.0
-"""How long an offer waits for its name to be expected (senders renew theirs), and ``settle`` lasts."""
+"""Seconds that an offer waits for its name to be expected (senders renew offers), and ``settle`` lasts."""
 WITHDRAWAL_S = 10.0
-"""How long a router's word on a name waits for it to be expected: a router may be faster than the engine."""
+"""Seconds that a router's message waits for its name to be expected, as routers may precede the engine."""
 SEND_S, SEND_BYTES_PER_S = 10.0, 10e6
-"""Who was cleared to send has ``SEND_S + nbytes / SEND_BYTES_PER_S`` before another may try as well."""
+"""A cleared sender has ``SEND_S + nbytes / SEND_BYTES_PER_S`` seconds before the next sender is cleared."""
 
 
 @dataclass(eq=False)
 class Grant:
-    """A peer was cleared to send a record."""
+    """A peer's clearance to send a record."""
 
     name: str
     peer: bytes
     nbytes: int
     pull: bool
-    """It may say where the bytes lie instead of sending them."""
+    """Whether the peer may send the bytes' address (``Held``) instead of the bytes."""
     since: float
     until: float
-    """Then another may try as well."""
+    """Time after which another peer may be cleared as well."""
     reading: bool = False
-    """It has said where."""
+    """Whether the peer has sent the bytes' address."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class Expected:
     limit: int
     reader: Reader
     grants: OrderedDict[bytes, Grant] = field(default_factory=OrderedDict)
-    """Grants by peer, the newest last: those before it are late."""
+    """Grants by peer, the newest last; all grants before the newest are late."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,18 @@ class _Peer:
 
 
 class ReceiverMachine:
-    """Takes messages of peers and calls of the owner; leaves replies in ``outbox``, ends of expectations in
-    ``ended``.  For one thread at a time; ``now`` is any clock that does not go back.
+    """Take messages of peers and calls of the owner; put replies into ``outbox``, and ends of expectations
+    into ``ended``.  Only one thread at a time may use a machine; ``now`` is any clock that never goes back.
 
-    Whoever moves the messages sends what is in ``outbox`` in order, and says ``lost`` of a peer to which
-    that cannot be done.  :meth:`handle` returns a grant whose bytes are there or can be read: then
-    :meth:`arrived` or :meth:`failed` follows, and :meth:`judged` once the reader has looked at them.
+    The caller sends the replies in ``outbox`` in order, and calls :meth:`lost` for a peer that cannot be
+    reached.  When :meth:`handle` returns a grant, its bytes are there or can be read: the caller then calls
+    :meth:`arrived` or :meth:`failed`, and :meth:`judged` once the reader has seen the bytes.
     """
 
     def __init__(
         self, namespace: str, max_nbytes: int, complaints: Complaints, *, pull: bool, send_s: float = SEND_S
     ) -> None:
-        """``pull``: senders may say where the bytes lie instead of sending them."""
+        """Start without peers and expectations.  ``pull``: senders may send addresses instead of bytes."""
         self._namespace, self._max_nbytes, self._complaints = namespace, max_nbytes, complaints
         self._pull, self._send_s = pull, send_s
         self.outbox: deque[tuple[bytes, wire.Reply]] = deque()
@@ -83,25 +83,25 @@ class ReceiverMachine:
         self._offers = Offers(MOST_OFFERS, REMEMBER_S)
         self._settled = Recent(MOST_SETTLED, REMEMBER_S)
         self._called_off = Recent(MOST_OFFERS, REMEMBER_S)
-        """Name and peer of what may still come late."""
+        """Keys (:func:`_late_key`) of grants called off, whose bytes may still arrive late."""
         self._withdrawn = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
         self._stored = Recent(MOST_WITHDRAWN, WITHDRAWAL_S)
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
-        """Peers that have greeted, the least recently heard first."""
+        """Peers that have greeted, the least recently heard peer first."""
         self._peer_of: dict[str, bytes] = {}
         """Peers by their sender's id."""
 
     @property
     def waiting(self) -> bool:
-        """Whether something is expected and something offered: then ``tick`` is due soon."""
+        """Whether both expectations and offers exist: then the caller must call ``tick`` soon."""
         return bool(self._expected) and len(self._offers) > 0
 
     # -- the owner
 
     def expect(self, name: str, limit: int, reader: Reader, now: float) -> None:
-        """From now on a record ``name`` of at most ``limit`` bytes is taken.
+        """Take a record ``name`` of at most ``limit`` bytes from now on.
 
-        ``ValueError``: no object name, a limit below 1, or expected already."""
+        Raises ``ValueError`` for a malformed name, a limit below 1, and a name that is expected already."""
         wire.check_name(name)
         if limit < 1:
             raise ValueError(f"limit={limit}: expected at least 1 byte")
@@ -113,32 +113,32 @@ class ReceiverMachine:
         elif self._withdrawn.pop(name, now):
             self._end(name, Outcome.WITHDRAWN, "withdrawn by the router before it was expected")
         elif self._stored.pop(name, now):
-            self._stop_expecting(name, now)  # who offers it as well is told
+            self._stop_expecting(name, now)  # senders that offer the record, too, are told
             self._end_in_tier(name, now)
         else:
             self._expected[name] = Expected(name, min(limit, self._max_nbytes), reader)
             self._grant(name, now)
 
     def withdraw(self, name: str, now: float) -> None:
-        """Expect ``name`` no longer, report nothing of it, and forget that it is there."""
+        """Stop expecting ``name``, drop its unread report, and forget that its record is here."""
         self._stop_expecting(name, now)
         self._settled.discard(name)
         if any(received.name == name for received in self.ended):
             self.ended = deque(received for received in self.ended if received.name != name)
 
     def settle(self, name: str, now: float) -> None:
-        """``name`` is there: withdrawn, and who offers it is told so for a while."""
+        """Withdraw ``name``, whose record is here; answer offers of it with ``Done`` for ``REMEMBER_S``."""
         wire.check_name(name)
         self.withdraw(name, now)
         self._settled.add(name, now)
 
     def is_offered(self, name: str) -> bool:
-        """Whether somebody offers or sends ``name``, or it is expected no longer."""
+        """Whether a sender offers or sends ``name``, or ``name`` is no longer expected."""
         expected = self._expected.get(name)
         return expected is None or bool(expected.grants) or bool(self._offers.of(name))
 
     def close(self) -> None:
-        """End all expectations, those to come included."""
+        """End all present expectations, and every later expectation at once."""
         self._closed = True
         for name in self._expected:
             self._end(name, Outcome.CLOSED, Outcome.CLOSED.value)
@@ -150,7 +150,7 @@ class ReceiverMachine:
         self._reply(peer, wire.Again())
 
     def greet(self, peer: bytes, hello: wire.Hello, address: str, now: float) -> None:
-        """Let a peer in, or turn it away.  ``address``: where it is, for the log."""
+        """Admit a peer, or reject a peer of another version or namespace.  ``address``: for the log."""
         self.lost(peer, now)
         reason = ""
         if hello.version != wire.VERSION:
@@ -166,7 +166,7 @@ class ReceiverMachine:
             self._reply(peer, wire.Unwelcome(wire.clip(reason)))
             return
         if (before := self._peer_of.get(hello.sender)) is not None:
-            self.lost(before, now)  # it has connected anew
+            self.lost(before, now)  # the same sender has a new connection
         self._peers[peer] = _Peer(hello.sender, address)
         self._peer_of[hello.sender] = peer
         if len(self._peers) > MOST_PEERS:
@@ -174,7 +174,7 @@ class ReceiverMachine:
         self._reply(peer, wire.Welcome())
 
     def handle(self, peer: bytes, request: wire.Request, now: float) -> Grant | None:
-        """Take a message that is no greeting.  A grant is returned when its bytes are to be got."""
+        """Take any message but a greeting; return a grant when the caller must now receive its bytes."""
         if peer not in self._peers:
             self._reply(peer, wire.Again())
             return None
@@ -193,7 +193,7 @@ class ReceiverMachine:
         return None
 
     def lost(self, peer: bytes, now: float) -> None:
-        """The peer is gone, or begins anew: what it offered and was told is void."""
+        """Forget a peer that is gone or connects anew, with all its offers and grants."""
         known = self._peers.pop(peer, None)
         if known is None:
             return
@@ -205,7 +205,7 @@ class ReceiverMachine:
                 self._grant(expected.name, now)
 
     def drop(self, peer: bytes, reason: str) -> None:
-        """A message of the peer is not understood, or was not asked for: it changes nothing."""
+        """Count and log a message of ``peer`` that is malformed or unrequested; no other state changes."""
         self.counts.dropped += 1
         who = self._address(peer)
         self._complaints.warn("dropped", "receiver: drops a message of %s: %s", who, reason)
@@ -213,10 +213,11 @@ class ReceiverMachine:
     # -- bytes
 
     def arrived(self, grant: Grant, nbytes: int, now: float) -> Expected | None:
-        """The bytes are there: what expects them, whose reader is to see them; ``None`` when nothing does,
-        or they are not as many as were offered."""
+        """Return the expectation whose reader must see the ``nbytes`` bytes that have arrived.
+
+        Returns ``None`` when the grant no longer holds, or the number of bytes differs from the offer."""
         expected = self._current(grant)
-        if expected is None:  # withdrawn, or offered anew meanwhile: the bytes may be others by now
+        if expected is None:  # withdrawn, or offered anew meanwhile, possibly with other bytes
             self.counts.late += 1
             return None
         del expected.grants[grant.peer]
@@ -227,7 +228,7 @@ class ReceiverMachine:
         return expected
 
     def failed(self, grant: Grant, reason: str, now: float) -> None:
-        """The bytes cannot be read where they lie: their peer is to send them."""
+        """Clear the peer to send bytes over TCP that NIXL cannot read, if the grant still holds."""
         self.counts.unpulled += 1
         what, who = wire.short(grant.name), self._address(grant.peer)
         message = "receiver: NIXL did not bring record %s of %s, which now comes over TCP: %s"
@@ -236,7 +237,7 @@ class ReceiverMachine:
             self._clear_to_send(expected, grant.peer, grant.nbytes, False, now)
 
     def judged(self, grant: Grant, expected: Expected, fault: str, route: Route, now: float) -> None:
-        """The reader has taken the bytes, or says why not (``fault``)."""
+        """Answer the peer after the reader has taken the bytes, or has refused them (reason in ``fault``)."""
         name, counts = grant.name, self.counts
         if self._expected.get(name) is not expected:  # withdrawn meanwhile
             self._reply(grant.peer, wire.Done(name))
@@ -252,7 +253,7 @@ class ReceiverMachine:
             self.ended.append(Received(name, Outcome.TAKEN, "", grant.nbytes, now - grant.since, route))
 
     def tick(self, now: float) -> None:
-        """Time has passed: forget what is old, and let others try where somebody takes too long."""
+        """Forget expired names and offers, and clear the next sender where a cleared sender is late."""
         for memory in (self._settled, self._withdrawn, self._stored, self._called_off, self._offers):
             memory.expire(now)
         if len(self._offers):
@@ -288,13 +289,15 @@ class ReceiverMachine:
                 self.counts.withdrawn += 1
                 self._end(name, Outcome.WITHDRAWN, f"withdrawn by the router at {self._address(peer)}")
             elif not self._settled.has(name, now):
-                self._stop_expecting(name, now)  # who offers it is told
+                self._stop_expecting(name, now)  # senders that offer the name are told
                 self._withdrawn.add(name, now)
                 self._stored.discard(name)
         self._reply(peer, wire.Withdrawn())
 
     def _note_stored(self, peer: bytes, names: list[str], now: float) -> None:
-        """Who offers these is told that they are here: they will be, from the tier or computed."""
+        """End the expectations of ``names``, which a shared tier has; their senders get ``Done``.
+
+        ``Done`` is right for each name: the record will come from the tier, or be computed here."""
         for name in names:
             if name in self._expected:
                 self._stop_expecting(name, now)
@@ -306,7 +309,7 @@ class ReceiverMachine:
         self._reply(peer, wire.Noted())
 
     def _used_grant(self, peer: bytes, message: wire.Data | wire.Held, now: float) -> Grant | None:
-        """The grant that allows this message; ``None``, and counted, when there is none."""
+        """Return the grant that allows this message; ``None`` without a grant, which counts the message."""
         name = message.name
         expected = self._expected.get(name)
         grant = expected.grants.get(peer) if expected else None
@@ -322,10 +325,10 @@ class ReceiverMachine:
             grant.reading = True
         return grant
 
-    # -- who may send
+    # -- clearance to send
 
     def _grant(self, name: str, now: float) -> None:
-        """Clear the first that offers ``name`` to send, unless another is on its way."""
+        """Clear the first sender that offers ``name``, unless a cleared sender still has time."""
         expected = self._expected.get(name)
         if expected is None:
             return
@@ -346,7 +349,7 @@ class ReceiverMachine:
         self._reply(peer, wire.ClearToSend(expected.name, pull))
 
     def _late(self, expected: Expected, now: float) -> bool:
-        """Whether the one cleared last takes too long.  If it is gone, the welcome finds that out."""
+        """Whether the last cleared sender is too slow.  The added ``Welcome`` reveals a peer that is gone."""
         grant = next(reversed(expected.grants.values()))
         self._reply(grant.peer, wire.Welcome())
         if now < grant.until:
@@ -361,12 +364,12 @@ class ReceiverMachine:
         return True
 
     def _current(self, grant: Grant) -> Expected | None:
-        """What expects the grant's bytes, if it still does."""
+        """Return the expectation that ``grant`` belongs to; ``None`` when the grant no longer holds."""
         expected = self._expected.get(grant.name)
         return expected if expected is not None and expected.grants.get(grant.peer) is grant else None
 
     def _stop_expecting(self, name: str, now: float) -> None:
-        """Whoever sends or offers it is told."""
+        """Drop expectation, grants and offers of ``name``; each peer with a grant or offer gets ``Done``."""
         expected = self._expected.pop(name, None)
         cleared = list(expected.grants) if expected else []
         for peer in (*cleared, *(offered.peer for offered in self._offers.pop_name(name))):

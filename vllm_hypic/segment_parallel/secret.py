@@ -1,11 +1,11 @@
-"""The secret that instances and routers share: who has it is let in, and everything is encrypted (CurveZMQ).
+"""The secret of instances and routers: sockets admit only its holders and encrypt all data (CurveZMQ).
 
-Both key pairs, the servers' and the clients', are derived from the secret, so that there is nothing else to
-hand out: who knows the secret knows the server's public key, which a client needs before its first byte, and
-has the one client key that a server admits.
+Both key pairs, for servers and for clients, are derived from the secret, so that operators distribute nothing
+else.  A holder of the secret knows the server's public key, which a client needs before its first byte, and
+has the only client key that a server admits.
 
-On one machine sockets need no secret.  Permits do (``permits.py``), as HTTP ports may be open to others:
-without a file, the user's processes share one that the first of them makes.
+On one machine sockets need no secret.  Permits need a secret (``permits.py``), because other users may reach
+HTTP ports.  Without a file, the user's processes share a secret, which the first process creates.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _MOST_BYTES = 65536
 _OWN = "segment-parallel-secret"
 _DOMAIN = b"hypic"
 _ZAP = "inproc://zeromq.zap.01"
-"""Where libzmq asks, within one context, whether a client is admitted (ZeroMQ RFC 27)."""
+"""Endpoint where libzmq asks, within one context, whether a client is admitted (ZeroMQ RFC 27)."""
 
 
 class Secret:
-    """Sets the CURVE options of sockets.  Immutable; may be used by any number of threads."""
+    """Set the CURVE options of sockets.  Instances are immutable; any number of threads may use them."""
 
     def __init__(self, secret: bytes) -> None:
-        """:class:`ConfigError` when ``secret`` is shorter than 32 bytes."""
+        """Derive the keys.  Raises :class:`ConfigError` unless ``secret`` has 32 to 65536 bytes, and without
+        CURVE in libzmq."""
         _check_length(secret)
         if not zmq.has("curve"):
             raise ConfigError("segment_parallel: this libzmq has no CURVE: install one built with libsodium")
@@ -44,28 +45,28 @@ class Secret:
 
     @staticmethod
     def read(path: str | None) -> Secret | None:
-        """The secret in a file, white space around it apart; ``None`` for no path.
+        """Return the secret in a file, without surrounding white space; ``None`` without a path.
 
-        :class:`ConfigError` names a file that cannot be read, or holds too little.
+        Raises :class:`ConfigError` with the name of a file that cannot be read, or is too short or long.
         """
         return None if path is None else Secret(_of_file(path))
 
     def serve(self, socket: zmq.Socket[Any]) -> None:
-        """Before ``bind``: from now on ``socket`` admits only clients that have the secret.
+        """Make ``socket`` admit only clients that have the secret; call this before ``bind``.
 
-        The first such socket of a context starts a thread that answers for all of them; it ends with the
-        context.  One secret per context: a second one's clients would be turned away.
+        The first such socket of a context starts a thread that admits clients for the whole context, and ends
+        with the context.  A context can have only one secret: clients of a second secret would be rejected.
         """
         self._answer_for(zmq.Context.shadow(socket.context.underlying))
         socket.curve_server = True
         socket.curve_publickey = self._server_public
         socket.curve_secretkey = self._server_private
         socket.zap_domain = _DOMAIN
-        # With nobody to ask, nobody is let in; libzmq's default is everybody.
+        # If the thread that admits clients is missing, reject all clients; libzmq would admit all by default.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
-        """Before ``connect``: ``socket`` talks only to servers that have the secret."""
+        """Make ``socket`` talk only to servers that have the secret; call this before ``connect``."""
         socket.curve_serverkey = self._server_public
         socket.curve_publickey = self._client_public
         socket.curve_secretkey = self._client_private
@@ -78,18 +79,19 @@ class Secret:
         except zmq.ZMQError as e:
             asked.close()
             if e.errno == zmq.EADDRINUSE:
-                return  # another socket of the context has started it
+                return  # another socket of the context has started the thread
             raise
         admitted = z85.decode(self._client_public)
         threading.Thread(target=_answer, args=(asked, admitted), name="hypic-zap", daemon=True).start()
 
 
 def secret_of(path: str | None) -> bytes:
-    """The secret in a file, white space around it apart; ``None``: the one of this user on this machine.
+    """Return the secret in a file, without surrounding white space; ``None``: this user's on this machine.
 
-    The latter is in ``vllm-hypic/segment-parallel-secret`` below ``XDG_STATE_HOME`` (``~/.local/state``), and
-    is made if it is not there.  :class:`ConfigError` names a file that cannot be read or made, holds too
-    little, or, of the latter, is another user's or open to others.
+    The user's secret lies in ``vllm-hypic/segment-parallel-secret`` below ``XDG_STATE_HOME``
+    (``~/.local/state``); a missing file is created.  Raises :class:`ConfigError` with the name of a file that
+    cannot be read or created, or is too short or long.  The same error names a user's secret that another
+    user owns or can access.
     """
     if path is not None:
         return _of_file(path)
@@ -112,7 +114,7 @@ def secret_of(path: str | None) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """A new secret in ``path``, whole from the first moment on; whoever is first wins."""
+    """Create a secret in ``path`` atomically; the first of several processes wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -150,7 +152,7 @@ def _check_length(secret: bytes) -> None:
 
 
 def _answer(asked: zmq.Socket[Any], admitted: bytes) -> None:
-    """Admit the client whose public key is ``admitted``, until the context is terminated."""
+    """Admit only clients with the public key ``admitted``, until the context is terminated."""
     with asked:
         while True:
             try:
@@ -174,6 +176,6 @@ def _verdict(frames: list[bytes], admitted: bytes) -> list[bytes]:
 
 
 def _key_pair(secret: bytes, person: bytes) -> tuple[bytes, bytes]:
-    """Public and private key in Z85, as libzmq takes them; different for each ``person``."""
+    """Return the public and the private key in Z85, as libzmq expects; each ``person`` has other keys."""
     private = z85.encode(hashlib.blake2b(secret, digest_size=32, person=person).digest())
     return zmq.curve_public(private), private

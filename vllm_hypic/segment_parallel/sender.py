@@ -1,7 +1,7 @@
 """Sender: brings records to the receivers of other instances.
 
-Each destination has a connection of its own, made when it is first needed: one that is unreachable or hangs
-delays no other.  The protocol is ``sender_machine.py``; here are the connections and the thread.
+Each destination has a separate connection, made on first use, so that a destination that is unreachable or
+hangs delays no other.  ``sender_machine.py`` holds the protocol; this module holds connections and thread.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .sockets import dealer, destination_of
 from .transport import Outbound, TcpOutbound
 
 MOST_DESTINATIONS = 512
-"""Connected at a time."""
+"""Limit on destinations connected at a time."""
 IDLE_S = 60.0
-"""A connection that is not needed for so long is closed."""
+"""Seconds after which an unused connection is closed."""
 
 _TICK_S = 1.0
 _PROGRESS_TICK_S = 0.0005
 _RELEASE_TICK_S = 0.002
 _RELEASE_S = 2.0
-"""Longest that one waits for libzmq to let go of bytes once a connection was cut."""
+"""Limit on the seconds that libzmq may still read bytes after their connection was cut."""
 _CLOSED = "the sender is closed"
 
 
@@ -46,7 +46,7 @@ class _Connection:
 
 
 class Sender:
-    """Sends on a thread of its own.  All methods may be called by any thread; only ``close`` waits."""
+    """Send records on a separate thread.  Any thread may call any method; only ``close`` waits."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Sender:
         *,
         idle_s: float = IDLE_S,
     ) -> None:
-        """``namespace``: destinations must have the same.  Without a ``secret`` only loopback addresses are
-        destinations.  With ``nixl``, which is the sender's from now on, destinations that can do so read
-        records over it."""
+        """Start the thread.  ``namespace``: destinations must have the same namespace.  ``secret``: ``None``
+        allows only loopback addresses as destinations.  ``nixl``: a transport that the sender owns from now
+        on; destinations that support NIXL read records over it."""
         self._secret, self._idle_s = secret, idle_s
         self._hello = wire.Hello(wire.VERSION, namespace, secrets.token_hex(16))
         self._transports: list[Outbound] = [TcpOutbound()] if nixl is None else [nixl, TcpOutbound()]
@@ -66,26 +66,26 @@ class Sender:
         self._codec = wire.Codec()
         self._complaints = Complaints()
         self._lock = threading.Lock()
-        """Guards the four below."""
+        """Guards ``_inbox``, ``_outbox``, ``_pending_bytes`` and ``_over``."""
         self._inbox: deque[Transfer] = deque()
         self._outbox: deque[Sent] = deque()
         self._pending_bytes = 0
         self._over = False
-        # The thread's own.
+        # Only the sender's thread uses the attributes below.
         self._connections: dict[str, _Connection] = {}
         """Connections by url."""
         self._releasing: list[Transfer] = []
-        """Transfers that are over, but libzmq may still read their bytes."""
+        """Transfers that are over, and whose bytes libzmq may still read."""
         self._loop = SocketLoop("hypic-sender")
         self._loop.context.max_sockets = 2 * MOST_DESTINATIONS
         self._loop.start(self._wait_ms, self._turn, self._end)
 
     def send(self, name: str, data: memoryview, destination: str, deadline_s: float) -> int:
-        """Start bringing ``data`` to ``destination`` (``tcp://ADDRESS:PORT``); ``poll`` reports the ticket
-        that is returned, ``deadline_s`` seconds from now at the latest.
+        """Start sending ``data`` to ``destination`` (``tcp://ADDRESS:PORT``); return the transfer's ticket.
 
-        ``data`` (contiguous, at least one byte) must not change until then: it is not copied.  ``ValueError``
-        names a malformed argument, and a destination that is not allowed.
+        ``poll`` reports the ticket after at most ``deadline_s`` seconds.  ``data`` (contiguous, at least one
+        byte) must not change until ``poll`` has reported, because the sender does not copy it.  Raises
+        ``ValueError`` for a malformed argument, and for a destination that is not allowed.
         """
         wire.check_name(name)
         address = destination_of(destination, self._secret)
@@ -109,25 +109,25 @@ class Sender:
         return transfer.ticket
 
     def poll(self) -> list[Sent]:
-        """Transfers that ended since the last call, each reported once."""
+        """Return the transfers that ended since the last call; each transfer is reported once."""
         with self._lock:
             found = list(self._outbox)
             self._outbox.clear()
         return found
 
     def pending_bytes(self) -> int:
-        """Bytes of records whose end was not yet there for ``poll`` to report."""
+        """Return the bytes of all transfers whose end ``poll`` cannot report yet."""
         with self._lock:
             return self._pending_bytes
 
     def close(self) -> None:
-        """Cut all connections; what is under way is reported as not delivered.  May be called twice."""
+        """Cut all connections, and report open transfers as not delivered.  May be called twice."""
         self._loop.close()
 
     # -- the thread
 
     def _wait_ms(self) -> int:
-        """The next deadline, renewal, check whether libzmq has let go of bytes, or progress of NIXL."""
+        """Return the time in ms until the next deadline, renewal, release check or progress of NIXL."""
         wait = _RELEASE_TICK_S if self._releasing else _TICK_S
         if any(transport.busy for transport in self._transports):
             wait = _PROGRESS_TICK_S
@@ -188,7 +188,9 @@ class Sender:
         self._flush(connection)
 
     def _connect(self, url: str, machine: SenderMachine) -> _Connection:
-        """Raises :class:`zmq.ZMQError`."""
+        """Connect ``machine`` to ``url``, in place of the least recently used idle connection if necessary.
+
+        Raises :class:`zmq.ZMQError`, also when all :data:`MOST_DESTINATIONS` connections are in use."""
         if len(self._connections) >= MOST_DESTINATIONS:
             idle = [u for u, connection in self._connections.items() if connection.machine.idle]
             if not idle:
@@ -203,7 +205,7 @@ class Sender:
         self._loop.leave(self._connections.pop(url).socket)
 
     def _reconnect(self, url: str) -> None:
-        """Cut the connection, so that libzmq lets go of what it still has to send, and begin anew."""
+        """Cut the connection, so that libzmq releases unsent bytes, and connect again for open transfers."""
         machine = self._connections[url].machine
         self._disconnect(url)
         machine.lost()
@@ -233,7 +235,7 @@ class Sender:
             self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:
-        """Send what is due.  A connection that has just been lost begins with ``Again`` when it is back."""
+        """Send the messages that are due.  A lost connection begins with ``Again`` when it comes back."""
         machine, socket = connection.machine, connection.socket
         while machine.outbox:
             message, transfer = machine.outbox.popleft()
@@ -260,7 +262,7 @@ class Sender:
         self._report_released(now)
 
     def _report_released(self, now: float) -> None:
-        """Report what is over and no longer read by libzmq."""
+        """Report ended transfers that libzmq no longer reads, or reads ``_RELEASE_S`` past the deadline."""
         waiting = []
         for transfer in self._releasing:
             late = now >= transfer.deadline + _RELEASE_S
@@ -274,7 +276,7 @@ class Sender:
         self._releasing[:] = waiting
 
     def _report(self, transfer: Transfer) -> None:
-        """The caller holds the lock."""
+        """Put the transfer's outcome into the outbox.  The caller must hold the lock."""
         assert transfer.outcome is not None
         self._pending_bytes -= transfer.data.nbytes
         self._outbox.append(transfer.outcome)

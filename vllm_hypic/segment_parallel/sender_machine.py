@@ -1,4 +1,4 @@
-"""The sender's half of the protocol, on one connection: a state machine without sockets, threads, clock."""
+"""The sender's half of the protocol on one connection: a state machine without sockets, threads and clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import zmq
 
 RENEW_S = 10.0
-"""An offer without an answer is made again after so long, so that the other side does not forget it."""
+"""Seconds after which an unanswered offer is repeated, so that the receiver does not forget the offer."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Sent:
     name: str
     destination: str
     delivered: bool
-    """The record is there, or not needed there."""
+    """True when the receiver has taken the record, or does not need it."""
     reason: str
-    """Why not delivered; empty when this very record was taken."""
+    """Why the record was not delivered or not needed; empty when the receiver took this record."""
     seconds: float
-    """Time since ``send``."""
+    """Seconds from ``send`` to the end."""
 
 
 class State(Enum):
-    """How far a transfer is, in the words of its failure."""
+    """Progress of a transfer; the values are the reasons reported if the transfer fails in that state."""
 
     NEW = "the record was not offered"
     OFFERED = "the receiver did not expect the record"
@@ -50,17 +50,17 @@ class Transfer:
     name: str
     data: memoryview
     destination: str
-    """The destination as its sender wrote it."""
+    """The destination as the caller of ``send`` wrote it."""
     url: str
-    """The same, in the one form that names its connection."""
+    """The destination in normal form, which is the key of its connection."""
     started: float
     deadline: float
     state: State = State.NEW
     offered: float = 0.0
     trackers: list[zmq.MessageTracker] = field(default_factory=list)
-    """Trackers of ``data`` on its way through libzmq, on this connection or one that was lost."""
+    """libzmq's trackers of ``data``, for the present connection and for lost connections."""
     outcome: Sent | None = None
-    """Set once it is over; reported when libzmq has let go of ``data``."""
+    """Outcome of an ended transfer, which is reported once libzmq no longer reads ``data``."""
     _handed: tuple[Outbound, Handover] | None = None
 
     @property
@@ -69,13 +69,13 @@ class Transfer:
         return not self.trackers
 
     def hand_over(self, transport: Outbound) -> Handover | None:
-        """Have a transport take charge of the bytes; ``None`` when it has no room."""
+        """Hand the bytes over to ``transport`` and return its handover; ``None`` without room there."""
         if (handover := transport.hand_over(self.name, self.data)) is not None:
             self._handed = transport, handover
         return handover
 
     def take_back(self) -> None:
-        """No transport has charge of the bytes any more."""
+        """Release the handover, if any, so that no transport holds the bytes."""
         if self._handed is not None:
             transport, handover = self._handed
             transport.release(handover)
@@ -88,7 +88,7 @@ class Transfer:
 
 
 class Next(Enum):
-    """What is to become of the connection."""
+    """Action that the caller must take on the connection."""
 
     KEEP = "nothing"
     RENEW = "closed and made anew, so that libzmq lets go of what it still has to send"
@@ -96,11 +96,11 @@ class Next(Enum):
 
 
 class SenderMachine:
-    """Brings transfers to one destination.  ``now`` is any clock that does not go back.
+    """Bring transfers to one destination.  ``now`` is any clock that never goes back.
 
-    Whoever moves the messages sends what is in ``outbox`` in order, each with the transfer's bytes as a
-    second frame where there is one, and says ``lost`` when that cannot be done.  Of the transfers of one name
-    the first is under way, and the others wait for it.
+    The caller sends the messages in ``outbox`` in order, and calls :meth:`lost` when sending is impossible.
+    A message with a transfer needs the transfer's bytes as a second frame.  Of several transfers with one
+    name only the first is under way; all further transfers wait for its end.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class SenderMachine:
         ended: list[Transfer],
         complaints: Complaints,
     ) -> None:
-        """``transports``: the first that the other side can use and that has room takes a record.  ``ended``:
-        where transfers that are over are put."""
+        """Start without transfers.  ``transports``: in order of preference; a record takes the first
+        transport that the receiver supports and that has room.  ``ended``: gets the ended transfers."""
         self._url, self._hello, self._transports, self._complaints = url, hello, transports, complaints
         self.ended = ended
         self.outbox: deque[tuple[wire.Request, Transfer | None]] = deque()
@@ -121,14 +121,14 @@ class SenderMachine:
         self._heard = False
         """Whether the destination has ever answered."""
         self.used: float = 0.0
-        """When a transfer last began or ended."""
+        """Time at which a transfer last began or ended."""
 
     @property
     def idle(self) -> bool:
         return not self._queues
 
     def transfers(self) -> Iterator[Transfer]:
-        """Transfers that are not over."""
+        """Return the open transfers."""
         return itertools.chain.from_iterable(self._queues.values())
 
     def send(self, transfer: Transfer, now: float) -> None:
@@ -139,7 +139,9 @@ class SenderMachine:
             self._offer(transfer, now)
 
     def lost(self) -> None:
-        """The connection is lost, or the other side forgot it: all begins anew with ``Again``."""
+        """Reset the transfers under way, after a lost connection or when the receiver has forgotten it.
+
+        The next ``Again`` and ``Welcome`` restart the transfers."""
         self.outbox.clear()
         self._greeted = False
         for transfer in self._firsts():
@@ -147,7 +149,9 @@ class SenderMachine:
             transfer.take_back()
 
     def handle(self, reply: wire.Reply, now: float) -> Next:
-        """Take an answer.  :class:`~vllm_hypic.segment_parallel.wire.Malformed`: it answers nothing."""
+        """Take an answer of the receiver, and return the action that the connection needs.
+
+        Raises :class:`~vllm_hypic.segment_parallel.wire.Malformed` for an answer that only routers get."""
         self._heard = True
         match reply:
             case wire.Again():
@@ -161,7 +165,7 @@ class SenderMachine:
             case wire.Unwelcome():
                 self._complaints.warn(self._url, "sender: rejected by %s: %s", self._url, reply.reason)
                 self.end(f"rejected: {reply.reason}", now)
-                return Next.CLOSE  # it may become another: what is sent later asks again
+                return Next.CLOSE  # another receiver may listen there later: the next transfer greets again
             case wire.Withdrawn() | wire.Noted():
                 raise wire.Malformed("it answers no request")
             case wire.ClearToSend():
@@ -175,7 +179,7 @@ class SenderMachine:
         return Next.KEEP
 
     def tick(self, now: float) -> Next:
-        """Time has passed: give up what is late, and renew offers."""
+        """Give up transfers past their deadline, repeat old offers, and return the action needed."""
         after = Next.KEEP
         for transfer in [t for t in self.transfers() if t.deadline <= now]:
             within = f"within {transfer.deadline - transfer.started:.3g} s"
@@ -199,7 +203,7 @@ class SenderMachine:
         return after
 
     def end(self, reason: str, now: float) -> None:
-        """No transfer will be delivered."""
+        """End all transfers as not delivered, for ``reason``."""
         for transfer in self.transfers():
             transfer.end(False, reason, now)
             self.ended.append(transfer)
@@ -214,13 +218,13 @@ class SenderMachine:
             self._over(queue[0], delivered, reason, now)
 
     def _clear(self, cleared: wire.ClearToSend) -> None:
-        """The record may be sent, or read where the other side says that it can do that."""
+        """Send the cleared record by the first transport with room that the receiver supports."""
         if cleared.name not in self._queues:
             self._say(wire.Retract(cleared.name))
             return
         transfer = self._queues[cleared.name][0]
         if transfer.state is State.HELD and not cleared.pull:
-            transfer.take_back()  # it could not be read
+            transfer.take_back()  # the receiver could not read the bytes over NIXL
         elif transfer.state is not State.OFFERED:
             return
         for transport in self._transports:

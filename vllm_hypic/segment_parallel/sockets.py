@@ -1,4 +1,4 @@
-"""The two sockets of the protocol: the one a receiver listens on, and the one others talk to it by."""
+"""The two sockets of the protocol: a receiver listens on ``router``; senders and routers use ``dealer``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from . import wire
 from .secret import Secret
 
 _UNREAD_MESSAGES = 16
-"""Per connection of a receiver: libzmq then stops reading it, so that a peer cannot fill our memory."""
+"""Unread messages after which libzmq stops reading a connection, so that no peer fills our memory."""
 _PROBES = 3
 
 
 def router(
     context: zmq.Context[Any], address: Address, secret: Secret | None, max_nbytes: int
 ) -> zmq.Socket[Any]:
-    """A socket bound to ``address``, that takes frames of ``max_nbytes``.  Raises :class:`zmq.ZMQError`."""
+    """Return a socket bound to ``address`` for frames up to ``max_nbytes``.  Raises :class:`zmq.ZMQError`."""
     with _socket(context, zmq.ROUTER, address) as socket:
         socket.maxmsgsize = max(max_nbytes, wire.HEADER_BYTES)
         socket.rcvhwm = _UNREAD_MESSAGES
         socket.backlog = 1024  # many workers may connect at once after a restart
-        socket.router_mandatory = True  # so that one learns that a peer has gone
+        socket.router_mandatory = True  # so that a send to a peer that is gone fails
         if secret is not None:
             secret.serve(socket)
         socket.bind(address.url)
@@ -33,12 +33,12 @@ def router(
 
 
 def dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -> zmq.Socket[Any]:
-    """A socket that connects until it is closed.  Raises :class:`zmq.ZMQError`."""
+    """Return a socket that connects to ``address``, again after each loss.  Raises :class:`zmq.ZMQError`."""
     with _socket(context, zmq.DEALER, address) as socket:
         socket.maxmsgsize = wire.HEADER_BYTES
-        socket.sndhwm = 0  # what is queued is ours, and not copied
-        # Nothing is queued for a connection that is not there, and nothing outlives one: each begins with an
-        # empty message, which the other side answers with Again.
+        socket.sndhwm = 0  # no limit: the sender owns the queued bytes, and libzmq does not copy them
+        # Without a connection nothing is queued, and no queued message outlives its connection.  Each
+        # connection begins with an empty message, which the receiver answers with Again.
         socket.immediate = True
         socket.setsockopt(zmq.PROBE_ROUTER, 1)
         socket.reconnect_ivl = 100
@@ -52,7 +52,7 @@ def dealer(context: zmq.Context[Any], address: Address, secret: Secret | None) -
 
 @contextlib.contextmanager
 def _socket(context: zmq.Context[Any], kind: int, address: Address) -> Iterator[zmq.Socket[Any]]:
-    """A socket to be set up, which is closed if that fails."""
+    """Yield a new socket, and close it if its set-up in the ``with`` block raises :class:`zmq.ZMQError`."""
     socket = context.socket(kind)
     try:
         socket.linger = 0
@@ -65,10 +65,10 @@ def _socket(context: zmq.Context[Any], kind: int, address: Address) -> Iterator[
 
 
 def keep_alive(socket: zmq.Socket[Any], *, idle_s: int, probe_s: int) -> None:
-    """Drop a connection that was silent for ``idle_s`` and answers none of three probes ``probe_s`` apart.
+    """Drop connections that are silent for ``idle_s`` and answer none of three probes ``probe_s`` apart.
 
-    TCP answers while a process stands still.  ZeroMQ's own heartbeats do not, and may abort a process that
-    stood still for longer than they last with its queue full (libzmq #3937).
+    TCP answers probes even while a process is paused, but not ZeroMQ's heartbeats.  Heartbeats may also abort
+    a process that was paused, with a full queue, for longer than their time-out (libzmq #3937).
     """
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, idle_s)
@@ -77,8 +77,8 @@ def keep_alive(socket: zmq.Socket[Any], *, idle_s: int, probe_s: int) -> None:
 
 
 def destination_of(destination: str, secret: Secret | None) -> Address:
-    """The receiver's address.  ``ValueError``: it is malformed, or not allowed (without a ``secret`` only
-    loopback addresses are)."""
+    """Return the receiver's address.  Raises ``ValueError`` for a malformed or wildcard address, and without
+    a ``secret`` for any but a loopback address."""
     try:
         address = Address.parse(destination)
     except ValueError as e:

@@ -1,12 +1,13 @@
-"""Transports: what carries a record's bytes from a sender to a receiver, once that was cleared to send.
+"""Transports: carry a record's bytes from a sender to a receiver, once the sender is cleared to send.
 
 | route | the sender's half | the receiver's half |
 |---|---|---|
-| ``TCP``, always there | has the bytes follow its header | gets them with the header |
-| ``NIXL`` (``nixl.py``) | lays a copy out, and says where | reads it from there |
-| ``TIER``, said by a router instead | stores it (``connector/``) | has its own store fetch it |
+| ``TCP``, always available | sends the bytes behind their header | gets the bytes with the header |
+| ``NIXL`` (``nixl.py``) | copies the bytes, sends the copy's address | reads the copy at the address |
+| ``TIER``, announced by a router | stores the record (``connector/``) | lets its own store fetch the record |
 
-Each half belongs to one thread: that of the sender, or of the receiver.  None waits for the other.
+Only the sender's thread uses the sender's half, and only the receiver's thread the other half.  Neither half
+waits for the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from . import wire
 
 
 class Route(Enum):
-    """How a record gets there."""
+    """Ways in which a record gets from a sender to a receiver."""
 
     TCP = "tcp"
     NIXL = "nixl"
@@ -27,83 +28,86 @@ class Route(Enum):
 
 
 class TransportError(Exception):
-    """These bytes cannot come by this route: they have to take another one."""
+    """Raised when a record's bytes cannot come by this route, and must take another route."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """A record that a sender's transport has taken charge of."""
+    """A record that a sender's transport has accepted for sending."""
 
     message: wire.Data | wire.Held
-    """Tells the receiver how to get the bytes."""
+    """The message that tells the receiver how to get the bytes."""
     inline: bool = False
-    """The bytes follow the message as a frame of their own, uncopied; else nobody needs the caller's."""
+    """True: the caller's bytes follow the message as a second frame, uncopied.  False: the transport has its
+    own copy."""
 
 
 class Outbound:
-    """A sender's half."""
+    """A sender's half of a transport."""
 
     route: Route
 
     @property
     def busy(self) -> bool:
-        """Whether ``progress`` is to be called each millisecond."""
+        """Whether the owner must call ``progress`` each millisecond."""
         return False
 
     def hand_over(self, name: str, data: memoryview) -> Handover | None:
-        """Take charge of a record; ``None`` when there is no room at present."""
+        """Accept a record for sending; return ``None`` when the transport has no room at present."""
         raise NotImplementedError
 
     def release(self, handover: Handover) -> None:
-        """The receiver has the record, or shall not get it this way any more."""
+        """Free a handover: the receiver has the record, or must no longer get it by this transport."""
 
     def progress(self) -> None:
-        """Serve those who read, as far as their network needs that."""
+        """Serve receivers that read, where their network needs that."""
 
     def close(self) -> None:
-        """Nobody can read from now on.  Nothing may be called afterwards."""
+        """Make all further reads impossible.  No method may be called afterwards."""
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A record's bytes on their way in."""
+    """A record's bytes on their way to the receiver."""
 
     data: memoryview
-    """Whole once ``over`` without a ``fault``, and until the arrival is released."""
+    """The record's bytes; valid when ``over`` without ``fault``, until the arrival is released."""
     over: bool = False
     fault: str = ""
-    """Why they did not come; of an arrival that is over."""
+    """Why the bytes did not come; empty unless ``over``."""
 
 
 class Inbound:
-    """A receiver's half."""
+    """A receiver's half of a transport."""
 
     route: Route
 
     @property
     def busy(self) -> bool:
-        """Whether ``poll`` is to be called each millisecond."""
+        """Whether the owner must call ``poll`` each millisecond."""
         return False
 
     def start(self, message: wire.Data | wire.Held, payload: memoryview, nbytes: int) -> Arrival:
-        """Begin to get ``nbytes`` as the sender's ``message`` says, which came with ``payload``.  The arrival
-        may be over at once; else ``poll`` tells.  :class:`TransportError`: it cannot be done."""
+        """Begin to receive ``nbytes`` bytes as the sender's ``message``, which came with ``payload``, says.
+
+        The arrival may be over at once; else ``poll`` reports its end.  Raises :class:`TransportError` when
+        the transport cannot receive the bytes."""
         raise NotImplementedError
 
     def poll(self) -> Sequence[Arrival]:
-        """Arrivals that are over since the last call, each told once.  Those without a fault are to be
+        """Return the arrivals that ended since the last call, each once; arrivals without a fault must be
         released."""
         return ()
 
     def release(self, arrival: Arrival) -> None:
-        """The bytes of an arrival without a fault are no longer needed."""
+        """Free the bytes of an arrival without a fault."""
 
     def close(self) -> None:
-        """End everything, arrivals under way included.  Nothing may be called afterwards."""
+        """End the transport, including arrivals under way.  No method may be called afterwards."""
 
 
 class TcpOutbound(Outbound):
-    """libzmq has the bytes on its connection."""
+    """Sends the caller's bytes through libzmq, on the connection of the message."""
 
     route = Route.TCP
 

@@ -1,10 +1,10 @@
-"""What goes over the wire between senders and a receiver: one small header per message, bounded and strict.
+"""Wire format of messages between senders and a receiver: one small header each, bounded and strict.
 
-A message is one header frame; ``Data`` alone is followed by one frame with the record's bytes.  With NIXL the
-bytes take a route of their own: ``Held`` tells a receiver where to read them (``nixl.py``).  Senders
-(DEALER) greet first on each connection; a receiver (ROUTER) answers everything from a peer that has not
-greeted with ``Again``.  libzmq sends an empty message on each new connection (``ZMQ_PROBE_ROUTER``): so a
-receiver says ``Again`` as soon as a sender has connected, and also after either side's restart.
+A message is one header frame; only ``Data`` has a second frame, with the record's bytes.  With NIXL the bytes
+travel separately: ``Held`` tells a receiver where to read them (``nixl.py``).  Senders (DEALER) greet first
+on each connection; a receiver (ROUTER) answers ``Again`` to any message from a peer that has not greeted.
+libzmq sends an empty message on each new connection (``ZMQ_PROBE_ROUTER``).  A receiver therefore says
+``Again`` as soon as a sender has connected, and also after either side's restart.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from msgspec import Meta, Struct
 
 VERSION: Final = 2
 HEADER_BYTES: Final = 65536
-"""No header frame is longer."""
+"""Limit on a header frame's bytes."""
 MOST_NAMES: Final = 512
-"""No :class:`Withdraw` or :class:`Stored` has more names."""
+"""Limit on the names in a :class:`Withdraw` or :class:`Stored`."""
 METADATA_BYTES: Final = 16384
-"""No NIXL agent's metadata are longer: they are some hundred for each network device."""
+"""Limit on the bytes of a NIXL agent's metadata; each network device adds some hundred bytes."""
 
 _NAME_PATTERN: Final = r"\A[0-9a-f.-]+\Z"
 Name = Annotated[str, Meta(min_length=1, max_length=96, pattern=_NAME_PATTERN)]
@@ -30,13 +30,13 @@ Size = Annotated[int, Meta(ge=1, le=1 << 48)]
 
 
 class Hello(Struct, frozen=True, array_like=True, tag="hello"):
-    """First on a connection.  Later versions may append fields: a peer is told that its version differs, not
-    that it is not understood."""
+    """A sender's first message on a connection.  Unknown fields at the end are ignored, so that a receiver
+    can tell a peer of a later version that versions differ."""
 
     version: Annotated[int, Meta(ge=0, le=1 << 31)]
     namespace: Text
     sender: Annotated[str, Meta(min_length=16, max_length=64)]
-    """The sender's random id: what an earlier connection of the same sender was promised is void."""
+    """The sender's random id: a new connection voids all grants of the same sender's earlier connection."""
 
 
 class Offer(Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fields=True):
@@ -45,14 +45,14 @@ class Offer(Struct, frozen=True, array_like=True, tag="offer", forbid_unknown_fi
 
 
 class Data(Struct, frozen=True, array_like=True, tag="data", forbid_unknown_fields=True):
-    """Followed by a frame of exactly the bytes offered."""
+    """Announces the record's bytes, which follow as a second frame of exactly the offered size."""
 
     name: Name
 
 
 class Held(Struct, frozen=True, array_like=True, tag="held", forbid_unknown_fields=True):
-    """Instead of ``Data``, after a ``ClearToSend`` that allows it: the bytes offered lie at ``address`` of
-    the NIXL agent that ``metadata`` describes, until the answer."""
+    """Replaces ``Data`` after a ``ClearToSend`` with ``pull``: the offered bytes lie at ``address`` of the
+    NIXL agent that ``metadata`` describes, until the receiver answers."""
 
     name: Name
     address: Annotated[int, Meta(ge=1, le=1 << 62)]
@@ -60,71 +60,71 @@ class Held(Struct, frozen=True, array_like=True, tag="held", forbid_unknown_fiel
 
 
 class Retract(Struct, frozen=True, array_like=True, tag="retract", forbid_unknown_fields=True):
-    """The sender's offer no longer stands."""
+    """Revokes the sender's offer."""
 
     name: Name
 
 
 class Withdraw(Struct, frozen=True, array_like=True, tag="withdraw", forbid_unknown_fields=True):
-    """A router says: nobody will send these."""
+    """A router's message: no sender will send these records."""
 
     names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
 class Stored(Struct, frozen=True, array_like=True, tag="stored", forbid_unknown_fields=True):
-    """A router says: these are in a tier that the instance shares with who computed them.  Said only to
-    instances that describe a shared tier: older ones do not know this message."""
+    """A router's message: these records are in a tier that the instance shares with the worker that computed
+    them.  Only instances that describe a shared tier get this message: older versions do not know it."""
 
     names: Annotated[list[Name], Meta(max_length=MOST_NAMES)]
 
 
 class Again(Struct, frozen=True, array_like=True, tag="again", forbid_unknown_fields=True):
-    """Greet first, then say again what is still unanswered."""
+    """Asks the peer to greet, then to repeat all messages that are still unanswered."""
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome", forbid_unknown_fields=True):
-    """Answers ``Hello``; a second one means nothing (a receiver finds out so whether a peer is there)."""
+    """Accepts ``Hello``.  A repeated ``Welcome`` changes nothing: a receiver uses it to find lost peers."""
 
 
 class Unwelcome(Struct, frozen=True, array_like=True, tag="unwelcome", forbid_unknown_fields=True):
-    """Answers ``Hello``: nothing will be taken from this sender."""
+    """Rejects ``Hello``: the receiver will take no records from this sender."""
 
     reason: Text
 
 
 class ClearToSend(Struct, frozen=True, array_like=True, tag="go", forbid_unknown_fields=True):
-    """Send the data."""
+    """Asks the sender for the record's bytes."""
 
     name: Name
     pull: bool = False
-    """``Held`` will do."""
+    """Whether the sender may answer with ``Held`` instead of ``Data``."""
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done", forbid_unknown_fields=True):
-    """It is there, or no longer wanted."""
+    """Tells the sender that the record is here already, or no longer wanted."""
 
     name: Name
 
 
 class Ack(Struct, frozen=True, array_like=True, tag="taken", forbid_unknown_fields=True):
-    """The record was taken."""
+    """Tells the sender that the receiver has taken the record."""
 
     name: Name
 
 
 class Nack(Struct, frozen=True, array_like=True, tag="refused", forbid_unknown_fields=True):
-    """The record, or the offer of it, was refused."""
+    """Tells the sender that the receiver refuses the record or its offer."""
 
     name: Name
     reason: Text
 
 
 class Withdrawn(Struct, frozen=True, array_like=True, tag="withdrawn", forbid_unknown_fields=True):
-    """Answers ``Withdraw``."""
+    """Confirms ``Withdraw``."""
 
 
 class Noted(Struct, frozen=True, array_like=True, tag="noted", forbid_unknown_fields=True):
-    """Answers ``Stored``."""
+    """Confirms ``Stored``."""
 
 
 Request = Hello | Offer | Data | Held | Retract | Withdraw | Stored
@@ -134,14 +134,14 @@ Reply = Again | Welcome | Unwelcome | ClearToSend | Done | Ack | Nack | Withdraw
 
 
 class Malformed(Exception):
-    """A header that nobody who keeps to the protocol sends."""
+    """Raised for a message that violates the protocol."""
 
 
 T = TypeVar("T")
 
 
 class Codec:
-    """Encodes and decodes headers.  For one thread: msgspec's encoders are not shared."""
+    """Encode and decode headers.  Only one thread may use a codec, as threads must not share its encoder."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -152,11 +152,11 @@ class Codec:
         return self._encoder.encode(message)
 
     def request(self, header: bytes | memoryview) -> Request:
-        """Raises :class:`Malformed`."""
+        """Decode a message to a receiver.  Raises :class:`Malformed`."""
         return _decode(self._requests, header)
 
     def reply(self, header: bytes | memoryview) -> Reply:
-        """Raises :class:`Malformed`."""
+        """Decode an answer of a receiver.  Raises :class:`Malformed`."""
         return _decode(self._replies, header)
 
 
@@ -170,7 +170,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], header: bytes | memoryview) -> 
 
 
 def check_name(name: str) -> str:
-    """``name``, or ``ValueError`` when it is no object name."""
+    """Return ``name``, or raise ``ValueError`` when it is not a valid object name."""
     try:
         return msgspec.convert(name, Name)
     except msgspec.ValidationError as e:
@@ -178,10 +178,10 @@ def check_name(name: str) -> str:
 
 
 def clip(text: str) -> str:
-    """A reason, as long as the wire takes it."""
+    """Return ``text``, cut to the 256 characters that a :data:`Text` may have."""
     return text if len(text) <= 256 else text[:255] + "…"
 
 
 def short(name: str) -> str:
-    """A segment's name in a log line."""
+    """Return ``name``, cut to at most 13 characters for a log line."""
     return name if len(name) <= 13 else name[:12] + "…"

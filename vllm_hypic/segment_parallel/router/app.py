@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 2.0
-"""Less than vLLM's 5 s: a connection that an instance is about to close must not be used again."""
+"""Seconds that an idle connection is kept: less than vLLM's 5 s, so that no closing connection is reused."""
 
 
 def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -> FastAPI:
-    """Routes of its own: ``/healthcheck`` and ``/metrics``.  Everything else goes to an instance."""
+    """Return the app, which serves ``/healthcheck`` and ``/metrics``, and passes other paths to instances."""
     pool = InstancePool(settings)
     metrics = RouterMetrics(pool.instances)
     http = _client(settings.urls)
@@ -77,24 +77,24 @@ def build_app(settings: RouterConfig, secret: Secret | None, permits: Permits) -
 
 
 def _client(urls: Sequence[str]) -> httpx.AsyncClient:
-    """Each instance has connections of its own: what a request costs grows with those of its pool."""
+    """Return a client with a connection pool per instance: a request's cost grows with the pool's size."""
     limits = httpx.Limits(
         max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEP_ALIVE_S
     )
-    tls = httpx.create_ssl_context(trust_env=False)  # one for all: it takes 25 ms to make
+    tls = httpx.create_ssl_context(trust_env=False)  # shared, as its creation takes 25 ms
     sites = {f"{u.scheme}://{u.netloc}" for u in map(urlsplit, urls)}
     mounts = {site: httpx.AsyncHTTPTransport(verify=tls, limits=limits, trust_env=False) for site in sites}
     return httpx.AsyncClient(verify=tls, mounts=mounts, trust_env=False)
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """Log that a task which should run for ever ended, by a fault of ours."""
+    """Log the exception of a background task, which ends by itself only through a fault of the router."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a background task of the router failed; restart the router", exc_info=error)
 
 
 def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict[str, Any]]:
-    """Status and body; 503 when no instance can answer clients."""
+    """Return the HTTP status and body of ``/healthcheck``; 503 when no instance can answer clients."""
     well = any(i.answers for i in pool.combiners())
     return 200 if well else 503, {
         "status": "ok" if well else "no combine instance is usable",

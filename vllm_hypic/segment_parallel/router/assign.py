@@ -1,4 +1,4 @@
-"""Which records of a request are missing at its combine node, and who sends or computes each of them."""
+"""Assignment: finds the records that a request's combine node lacks, and a source for each record."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .instances import Instance
 from .plan import Planned, SegmentAsk
 
 MOST_REMOTE = 4096
-"""Records of others that an engine lets one request wait for."""
+"""Limit on the records from other instances that an engine lets one request wait for."""
 HELD_COST = 0.05
-"""Sending a record costs this share of what computing its tokens does."""
+"""Cost of sending a record, as a share of the cost of computing its tokens."""
 
 
 class RecordSource(Enum):
-    """How a missing record gets to the combine node."""
+    """Ways in which the combine node gets a missing record."""
 
     DISPATCHED = "dispatched"
-    """A worker computes it."""
+    """A worker computes the record for this request."""
     JOINED = "joined"
-    """A worker computes it already, for another request."""
+    """A worker already computes the record for another request."""
     HELD = "held"
-    """A worker has it."""
+    """A worker has the record."""
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One record that ``worker`` is to send.  ``cost``: tokens that it has to compute for it."""
+    """One record that ``worker`` must send.  ``cost``: tokens that the worker must compute for the record."""
 
     ask: SegmentAsk
     worker: Instance
@@ -40,41 +40,41 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Decision:
-    """How one request is spread.  ``tasks``: longest first; ``local``: what the combine node computes."""
+    """Distribution of one request.  ``tasks``: records that workers send, longest first; ``local``: records
+    that the combine node computes."""
 
     combine: Instance
     tasks: tuple[Assignment, ...]
     coming: tuple[SegmentAsk, ...]
-    """Records that are on their way to this combine node already, for other requests of ours."""
+    """Records that are already on their way to this combine node, for other requests of this router."""
     local: tuple[SegmentAsk, ...]
     gain: float
-    """Prefill that the first token does not wait for, against the best single instance, as a share of what
-    that one would have to prefill."""
+    """Prefill saved before the first token, as a share of the combine node's prefill if it worked alone."""
 
     def only_joining(self) -> Decision:
-        """Nobody computes for it what nobody computes anyway: that is left to the combine node."""
+        """Return the decision with joined tasks only; the combine node computes all other tasks' records."""
         joined = tuple(t for t in self.tasks if t.source is RecordSource.JOINED)
         others = (t.ask for t in self.tasks if t.source is not RecordSource.JOINED)
         return replace(self, tasks=joined, local=(*self.local, *others))
 
     @property
     def joins(self) -> bool:
-        """Whether it waits for what is computed or sent for other requests."""
+        """Whether the request waits for records that are computed or sent for other requests."""
         return bool(self.coming) or any(t.source is RecordSource.JOINED for t in self.tasks)
 
 
 class Traffic(Protocol):
-    """What is under way for one client's rights."""
+    """Transfers under way, as a request with one client's rights may use them."""
 
     def computing(self, key: str) -> Instance | None:
-        """The worker that was asked for it, for whatever combine node."""
+        """Return the worker that was last asked for the record, for any combine node, or ``None``."""
 
     def coming(self, key: str, combine: Instance) -> bool:
-        """Whether it is on its way to that combine node."""
+        """Whether the record is on its way to ``combine``."""
 
 
 def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[SegmentAsk]:
-    """Records of a request that ``instance`` does not have and nobody makes or sends for it."""
+    """Return the request's records that ``instance`` neither has nor computes, and no transfer brings."""
     return [
         s
         for s in planned.segments
@@ -83,10 +83,11 @@ def missing(planned: Planned, instance: Instance, traffic: Traffic) -> list[Segm
 
 
 def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], traffic: Traffic) -> Decision:
-    """Spread what ``combine`` misses over ``instances``, which may take part now.
+    """Distribute the records that ``combine`` lacks over ``instances``, which may take part now.
 
-    A record comes from whoever has it, else from whoever computes it (for another request of ours, or so its
-    events say), the rest by LPT from those whose role is prefill.  Changes nothing.
+    The first choice for a record is an instance that has it.  The second choice is an instance that computes
+    it already, according to the router's own requests or the instance's events.  LPT distributes all other
+    records over the instances with role prefill.  Arguments and shared state stay unchanged.
     """
     others = [i for i in instances if i is not combine]
     wanted = missing(planned, combine, traffic)
@@ -117,12 +118,12 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
     coming = tuple(s for s in planned.segments if traffic.coming(s.key, combine))[:MOST_REMOTE]
     most = MOST_REMOTE - len(coming)
     tasks, local = tasks[:most], [*local, *(t.ask for t in tasks[most:])]
-    # Who has a record, or will, sends it beside what else there is to do: no queue is waited for.
+    # A worker sends a record that it has, or computes already, beside its other work, without a queue.
     held = HELD_COST * sum(t.ask.tokens for t in tasks if t.source is RecordSource.HELD)
     ends = [loads[t.worker] for t in tasks if t.source is RecordSource.DISPATCHED]
     spread = max([loads[combine] + held, *ends]) + planned.stream_tokens
     work = sum(a.tokens for a in wanted) + planned.stream_tokens
-    # One segment that somebody must compute is computed where it is wanted.
+    # The combine node itself computes a single missing segment that no instance has or computes.
     useful = len(wanted) > 1 or any(t.source is not RecordSource.DISPATCHED for t in tasks)
     return Decision(
         combine,
@@ -134,7 +135,7 @@ def decide(planned: Planned, combine: Instance, instances: Sequence[Instance], t
 
 
 def _weight(ask: SegmentAsk, planned: Planned) -> float:
-    """The cost of a segment's prefill, in units of a token's FLOPs without attention."""
+    """Return the cost of a segment's prefill, in units of a token's FLOPs without attention."""
     return ask.tokens + planned.description.quadratic * ask.tokens**2
 
 
@@ -159,15 +160,16 @@ def _known_source(
 def _groups(
     planned: Planned, combine: Instance, others: Sequence[Instance], rest: Sequence[SegmentAsk]
 ) -> list[tuple[list[SegmentAsk], list[Instance]]]:
-    """Segments with the machines that can compute them: all the same ones, unless pools differ in size.
+    """Return segments in groups, each with the instances that can compute it; one group if pools are alike.
 
-    A combine node that is also a worker computes its share; it computes what no worker can in any case.
+    A combine node with role prefill is in every group.  Any combine node computes the segments that no worker
+    can compute.
     """
     workers = [i for i in others if i.roles.prefill]
     own = [combine] if combine.roles.prefill else []
     groups: dict[tuple[int, ...], list[SegmentAsk]] = {}
     for ask in rest:
-        # Most often all workers are alike: it is found out once for each kind.
+        # Most workers have equal descriptions: each distinct description is planned only once.
         makes = {w.description.planning: w.description for w in workers if w.description is not None}
         kinds = {kind for kind, description in makes.items() if planned.made_by(description, ask)}
         able = tuple(n for n, w in enumerate(workers) if w.description and w.description.planning in kinds)

@@ -1,4 +1,4 @@
-"""Where the time to the first byte of one request went."""
+"""Breakdown of the time to the first byte of one request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .transfers import InFlightTransfer
 
 HEADER = b"x-hypic-breakdown"
 _MOST_BYTES = 6000
-"""Longest header; a client's limit is often 8 KiB."""
+"""Limit on the header's bytes, as many clients accept at most 8 KiB."""
 _ENDS_S = 0.05
-"""How long the header waits for workers' answers: a combine node may be faster than their last one."""
+"""Seconds that the header waits for workers' answers, as a combine node may precede the last answer."""
 
 
 class RequestBreakdown:
-    """The times of one request, as ``time.monotonic()`` tells them."""
+    """The times of one request, in seconds of ``time.monotonic()``."""
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
@@ -33,18 +33,18 @@ class RequestBreakdown:
         self.transfers: Sequence[InFlightTransfer] = ()
 
     def whole(self, reason: str) -> None:
-        """Note that it goes whole to one instance."""
+        """Note that the request goes whole to one instance, for ``reason``."""
         self.planned_at = time.monotonic()
         self.reason, self.decision, self.transfers = reason, None, ()
 
     def parallel(self, decision: Decision, transfers: Sequence[InFlightTransfer]) -> None:
-        """Note that its segments were sent out."""
+        """Note that the request is parallel, and that ``transfers`` bring its records."""
         self.planned_at = time.monotonic()
         self.reason, self.decision, self.transfers = None, decision, transfers
 
     @property
     def dispatched_s(self) -> tuple[float, float] | None:
-        """First segment request sent, last record delivered; ``None``: some are still under way."""
+        """Times of the first segment request and of the last delivery; ``None`` while a transfer is open."""
         sent = [t.sent_at for t in self.transfers if t.sent_at is not None]
         over = [t.delivered_at for t in self.transfers]
         if not sent or None in over:
@@ -53,7 +53,7 @@ class RequestBreakdown:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds between the last record computed and the last one delivered; ``None``: not known."""
+        """Seconds from the last record's computation to the last record's delivery; ``None``: not known."""
         times = [(t.computed_at, t.delivered_at) for t in self.transfers if not t.given_up]
         if not times or any(over is None for _, over in times):
             return None
@@ -62,7 +62,7 @@ class RequestBreakdown:
         return max(o for _, o in times if o is not None) - computed
 
     def observe(self, metrics: RouterMetrics) -> None:
-        """Count it in the histograms, once the answer has begun and the transfers are over."""
+        """Add the request's times to the histograms, if the answer has begun and all transfers are over."""
         dispatched = self.dispatched_s
         if dispatched is not None and self.first_byte_at is not None:
             metrics.dispatch_s.observe(dispatched[1] - dispatched[0])
@@ -71,7 +71,7 @@ class RequestBreakdown:
                 metrics.exposed_s.observe(self.exposed_s)
 
     async def header(self, instance: Instance) -> tuple[bytes, bytes]:
-        """The answer's header; waits a moment for the last of the workers' answers."""
+        """Return the answer's header; wait up to ``_ENDS_S`` seconds for the workers' last answers."""
         if self.transfers:
             waits = [asyncio.ensure_future(t.over.wait()) for t in self.transfers]
             await asyncio.wait(waits, timeout=_ENDS_S)
@@ -84,7 +84,7 @@ class RequestBreakdown:
         return HEADER, text
 
     def summary(self, instance: Instance) -> dict[str, Any]:
-        """The breakdown as JSON would have it, in seconds rounded to microseconds."""
+        """Return the breakdown as a JSON object, with times in seconds, rounded to microseconds."""
         dispatched = self.dispatched_s
         first = self.first_byte_at
         found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""``vllm-hypic router``."""
+"""The command ``vllm-hypic router``."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def router(
         level=log_level.upper(), format="%(levelname)s %(asctime)s %(name)s: %(message)s", force=True
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # Instances' own Date and Server headers are passed on.
+    # The router passes on the Date and Server headers of instances, and adds none.
     uvicorn.run(
         app,
         host=host,

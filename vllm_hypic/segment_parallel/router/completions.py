@@ -1,4 +1,4 @@
-"""Completions and chats: spread over workers where that gains, else passed whole to one instance."""
+"""Completions and chats: distributed over workers where that gains, else passed whole to one instance."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from .upstream import (
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0
-"""Seconds that workers' answers are waited for after the combine node's."""
+"""Seconds that the router waits for workers' answers after the combine node's answer."""
 _TOKENIZERS = 2
-"""Instances that are asked to tokenise a prompt before it goes whole to one."""
+"""Number of instances that may fail to tokenise a prompt before the prompt goes whole to an instance."""
 _MOST_TRIED = 3
-"""Instances that one request is given to: one that kills its engine must not kill them all."""
+"""Limit on instances that one request is sent to, so that a request that crashes engines cannot crash all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Request:
 
 
 class Completions:
-    """Answers completion and chat requests."""
+    """Answer completion and chat requests."""
 
     def __init__(
         self,
@@ -76,13 +76,15 @@ class Completions:
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """End what still runs after answers."""
+        """Cancel the background work that still follows answers."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
     async def answer(self, exchange: Exchange, request: Request) -> None:
-        """Parallel if that gains, else whole; again on another instance while no byte is answered."""
+        """Answer a request: in parallel if that gains, else whole on one instance.
+
+        Until the first byte of an answer, a failure sends the request to another instance."""
         tried: list[Instance] = []
         reason, ids = await self._tokens(request)
         last: UpstreamFailed | None = None
@@ -105,7 +107,7 @@ class Completions:
         await exchange.no_answer(self._pool.instances, request.id, last)
 
     async def _tokens(self, request: Request) -> tuple[Whole | None, Sequence[int] | None]:
-        """The prompt's tokens, or why they are not needed."""
+        """Return ``None`` and the prompt's token ids, or the reason to send it whole and ``None``."""
         described = [i for i in self._pool.combiners() if i.spreads and i.description is not None]
         if not described:
             return Whole.NO_WORKERS, None
@@ -137,19 +139,20 @@ class Completions:
             if ids is None:
                 return Whole.NOT_TOKENISED, None
             if len(ids) > description.max_model_len:
-                return Whole.NOT_PLANNED, None  # it will be refused
+                return Whole.NOT_PLANNED, None  # the engine will refuse the prompt
             return (None, ids) if description.primitives.sep in ids else (Whole.NO_SEGMENTS, None)
         return Whole.NOT_TOKENISED, None
 
     def _choose(
         self, plans: _Plans, candidates: Sequence[Instance], reason: Whole | None
     ) -> tuple[Instance, Decision | None, Whole | None]:
-        """The combine node, and how to spread the request; ``None``: whole, for the reason given.
+        """Return the combine node and the request's decision; ``None``, and the reason, for a whole request.
 
-        Nothing is awaited between here and the first segment request: the next request sees this one's load.
+        No code awaits between this choice and the first segment request, so that the next request's choice
+        sees this request's load.
         """
         if reason is Whole.SEGMENT_IDS:
-            return candidates[0], None, reason  # ids of compiled segments are known where /v1/hypic goes
+            return candidates[0], None, reason  # this instance gets /v1/hypic requests: it knows the ids
         tokens = [plans.tokens(i, plans.missing(i)) for i in candidates]
         instance = self._pool.cheapest(candidates, tokens)
         if reason is not None:
@@ -182,7 +185,7 @@ class Completions:
         return await self._open(request, instance, request.ask, plans.tokens(instance, wanted))
 
     async def _open_parallel(self, request: Request, decision: Decision, plans: _Plans) -> UpstreamAnswer:
-        """Send the segments out and the composed request at once; its first byte ends the transfers."""
+        """Send segment requests and the composed request at once; return the answer at its first byte."""
         combine = decision.combine
         planned = plans.at(combine)
         assert planned is not None
@@ -210,7 +213,7 @@ class Completions:
     def _composed(
         self, body: Mapping[str, Any], combine: Instance, transfers: Sequence[InFlightTransfer]
     ) -> dict[str, Any]:
-        """The client's request, with the names of the records to wait for."""
+        """Return the client's request with the keys of the records to wait for, a deadline and a permit."""
         options = {**(body.get("vllm_xargs") or {}), REMOTE: [t.key for t in transfers]}
         own = combine.description.deadline_s if combine.description is not None else None
         limits = [s for s in (self._settings.deadline_s, own) if s is not None]
@@ -222,7 +225,7 @@ class Completions:
     async def _open(
         self, request: Request, instance: Instance, ask: UpstreamRequest, tokens: int
     ) -> UpstreamAnswer:
-        """The answer, once its first byte is here; the instance's load has ``tokens`` until then."""
+        """Return the answer at its first byte; until then the instance's load includes ``tokens``."""
         instance.open_requests += 1
         instance.sent_tokens += tokens
         try:
@@ -252,7 +255,7 @@ class Completions:
             await answer.close()
 
     async def _settle(self, times: RequestBreakdown, transfers: Sequence[InFlightTransfer]) -> None:
-        """Wait for the workers' last answers, then let the transfers go."""
+        """Wait up to ``_SETTLE_S`` for workers' last answers, release the transfers, then observe times."""
         try:
             async with asyncio.timeout(_SETTLE_S):
                 for transfer in transfers:
@@ -270,24 +273,24 @@ class Completions:
 
 
 class _Plans:
-    """Plans of one request: one for each kind of instance, since pools may differ in size."""
+    """Plans of one request, one for each kind of instance: pools may differ in size."""
 
     def __init__(self, request: Request, ids: Sequence[int] | None, traffic: Traffic) -> None:
         self._request, self._ids, self.traffic = request, ids, traffic
         self._found: dict[object, Planned | None] = {}
 
     def missing(self, instance: Instance) -> list[SegmentAsk]:
-        """Segments that it would have to compute; none where nothing is planned."""
+        """Return the segments that ``instance`` would have to compute; empty without a plan."""
         planned = self.at(instance)
         return [] if planned is None else missing(planned, instance, self.traffic)
 
     def tokens(self, instance: Instance, wanted: Sequence[SegmentAsk]) -> int:
-        """Tokens that it would have to prefill; 0 where nothing is planned."""
+        """Return the number of tokens that ``instance`` would have to prefill; 0 without a plan."""
         planned = self.at(instance)
         return 0 if planned is None else planned.stream_tokens + sum(a.tokens for a in wanted)
 
     def at(self, instance: Instance) -> Planned | None:
-        """The plan that ``instance`` would make; ``None``: it cannot be planned, or need not."""
+        """Return the plan that ``instance`` would make; ``None`` if planning is impossible or needless."""
         description = instance.description
         if self._ids is None or description is None:
             return None
@@ -300,8 +303,8 @@ class _Plans:
 
 
 def parse_request(exchange: Exchange, body: bytes, begun: float) -> Request | None:
-    """The request as it came, less transfer options, which are the router's to give; ``None``: it is no JSON
-    object."""
+    """Return the client's request without transfer options, which only routers may set; ``None`` when the
+    body is no JSON object."""
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

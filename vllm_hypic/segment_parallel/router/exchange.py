@@ -1,4 +1,4 @@
-"""One exchange with a client: its body, whether it is still there, and the answer's bytes."""
+"""One exchange with a client: the request's body, the client's disconnect, and the answer's bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MOST_ID = 256
 
 
 class ClientGone(Exception):
-    """The client closed its connection before its request was complete."""
+    """Raised when the client closed its connection before its request was complete."""
 
 
 class BrokenOff(Exception):
-    """An answer ended too early and cannot say so: the connection is closed, so that the client notices."""
+    """Raised when an answer breaks off and cannot carry an error: the server then closes the connection."""
 
 
 class Exchange:
@@ -35,17 +35,16 @@ class Exchange:
         self.target = raw + (b"?" + query if query else b"")
         self.headers: Headers = list(scope["headers"])
         self.begun = False
-        """Whether the answer's headers are sent."""
+        """Whether the answer's headers have been sent."""
         self._read = asyncio.Event()
 
     def header(self, name: bytes) -> str | None:
-        """The first one of that name."""
+        """Return the first header with ``name`` (lower case), or ``None``."""
         return next((v.decode("latin-1") for k, v in self.headers if k.lower() == name), None)
 
     @property
     def leads_up(self) -> bool:
-        """Whether the path has a step up: resolved here, or by a server on the way, it may lead out of an
-        instance's base path."""
+        """Whether the path has a ``..`` step, which a server may resolve to leave an instance's base path."""
         return ".." in re.split(r"[/\\]", self.path)
 
     @property
@@ -56,7 +55,7 @@ class Exchange:
         )
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The request's body, as it comes.  Raises :class:`ClientGone`."""
+        """Yield the request's body as it arrives.  Raises :class:`ClientGone`."""
         while not self._read.is_set():
             message = await self._receive()
             if message["type"] == "http.disconnect":
@@ -67,17 +66,19 @@ class Exchange:
                 yield message["body"]
 
     async def body(self) -> bytes:
-        """The whole body.  Raises :class:`ClientGone`."""
+        """Return the whole body.  Raises :class:`ClientGone`."""
         return b"".join([chunk async for chunk in self.chunks()])
 
     async def gone(self) -> None:
-        """Returns when the client has left.  Only once the body is read is it looked at."""
+        """Return once the client has left; a client that leaves is noticed only after its body is read."""
         await self._read.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
     async def relay(self, answer: UpstreamAnswer, extra: Headers) -> None:
-        """Send the answer on, byte for byte.  Raises :class:`UpstreamFailed` when it breaks off."""
+        """Send ``answer`` to the client, byte for byte, with the headers in ``extra`` that it lacks.
+
+        Raises :class:`UpstreamFailed` when the answer breaks off."""
         given = {k.lower() for k, _ in answer.headers}
         added = [(k, v) for k, v in extra if k.lower() not in given]
         await self._start(answer.status, [*answer.headers, *added])
@@ -99,7 +100,7 @@ class Exchange:
     async def no_answer(
         self, instances: Iterable[Instance], request_id: str, last: UpstreamFailed | None
     ) -> None:
-        """No instance answered: relay what the last one said, or say so in the router's own words."""
+        """Relay the last instance's error answer, or else answer with the router's own error (502 or 503)."""
         if last is not None and last.answer is not None:
             await self.relay(last.answer, [(REQUEST_ID, request_id.encode())])
         elif last is not None:
@@ -111,9 +112,9 @@ class Exchange:
             await self.refuse(503, message, "ServiceUnavailableError", request_id)
 
     async def end_stream(self, message: str) -> None:
-        """End an event stream that broke off, as vLLM does when its engine fails."""
+        """End a broken event stream with an error event, as vLLM does when its engine fails."""
         body = error_body(500, message, "InternalServerError")
-        # What came may end in the middle of an event: a blank line ends it, and is nothing otherwise.
+        # The stream may have stopped inside an event: a blank line ends that event, else it is harmless.
         ending = b"\n\ndata: " + body + b"\n\ndata: [DONE]\n\n"
         await self._send({"type": "http.response.body", "body": ending, "more_body": False})
 
@@ -123,6 +124,6 @@ class Exchange:
 
 
 def good_request_id(text: object) -> str | None:
-    """``text`` if it may stand in a header and in a log line."""
+    """Return ``text`` if it is safe in a header and a log line (printable ASCII, 1 to 256), else ``None``."""
     fine = isinstance(text, str) and 0 < len(text) <= _MOST_ID and text.isascii() and text.isprintable()
     return text if isinstance(text, str) and fine else None

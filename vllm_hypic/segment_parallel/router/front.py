@@ -1,4 +1,4 @@
-"""The front: takes clients' requests, has completions spread, and relays everything else."""
+"""The front: takes clients' requests, passes completions to ``completions.py``, and relays other requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .upstream import UpstreamFailed, UpstreamRequest, count_failure, open_answe
 
 
 class Front:
-    """ASGI application for everything but the router's own routes."""
+    """ASGI application for all paths but the router's own routes."""
 
     def __init__(
         self, pool: InstancePool, http: httpx.AsyncClient, completions: Completions, metrics: RouterMetrics
@@ -60,7 +60,7 @@ class Front:
             if request is not None:
                 await self._completions.answer(exchange, request)
                 return
-            # No JSON object: the instance says what is wrong with it.
+            # The body is no JSON object: an instance answers with the proper error.
             await self._proxy(exchange, body)
         else:
             await self._proxy(
@@ -68,9 +68,9 @@ class Front:
             )
 
     async def _proxy(self, exchange: Exchange, body: Any) -> None:
-        """Pass it on unchanged to an instance that answers clients.
+        """Pass the request on unchanged to an instance that answers clients.
 
-        The cache API goes always to the same one, since ids live where they were made.
+        Cache API requests always go to the first usable instance: only the instance that made an id knows it.
         """
         self._metrics.requests.labels("proxied").inc()
         streamed = not (body is None or isinstance(body, bytes))
@@ -94,7 +94,7 @@ class Front:
                 if exchange.begun:
                     count_failure(self._metrics, "stream", instance, request_id, e)
                     raise BrokenOff(f"{exchange.method} {exchange.path}: {e}") from e
-                if e.answer is not None:  # its own affair: it says so itself
+                if e.answer is not None:  # the client gets the instance's own error
                     await exchange.relay(e.answer, [])
                     return
                 count_failure(self._metrics, "proxied", instance, request_id, e)

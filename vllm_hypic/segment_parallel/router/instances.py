@@ -1,4 +1,4 @@
-"""What the router knows of every instance, and which one a request should go to."""
+"""The router's knowledge of every instance, and the choice of an instance for a request."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 FIRST_BACK_OFF_S = 1.0
 LONGEST_BACK_OFF_S = 30.0
 FRESH_S = 1.0
-"""How long we know better than an instance's events what it has and makes."""
+"""Seconds that the router's own knowledge of an instance's records outranks the instance's events."""
 ASSUMED_S_PER_TOKEN = 0.002
-"""Assumed until a segment was timed: slow, so that nobody is called late without reason."""
+"""Speed assumed before the first timed segment: slow, so that no worker counts as late without reason."""
 _SMOOTHING = 0.3
 
 
 class InstanceState(Enum):
-    """Whether an instance may be given work."""
+    """States of an instance, which determine the work that it gets."""
 
     UNKNOWN = "unknown"
-    """Not reached yet, or no longer."""
+    """The router has not reached the instance yet, or has lost it."""
     PLAIN = "plain"
-    """Answers requests whole; it takes no part in segment parallelism."""
+    """The instance answers whole requests, without segment parallelism."""
     DESCRIBED = "described"
     EXCLUDED = "excluded"
-    """It has another namespace than the pool, or is described as another one is."""
+    """The instance has another namespace than the pool, or the same receiver as another instance."""
 
 
 class Exclusion(Enum):
-    """Why an instance is excluded."""
+    """Reasons to exclude an instance."""
 
     NAMESPACE = "namespace"
     RECEIVER = "landing"
@@ -47,34 +47,34 @@ class Exclusion(Enum):
 
 @dataclass(frozen=True)
 class Roles:
-    """What an instance is used for."""
+    """Roles of an instance: ``prefill`` computes segments, ``combine`` answers clients."""
 
     prefill: bool
     combine: bool
 
 
 class Instance:
-    """One instance.  ``watch.py`` writes what it says of itself, transfers and answers what they find out."""
+    """One instance.  ``watch.py`` writes its description and view; transfers and answers write the rest."""
 
     def __init__(self, url: str, roles: Roles, settings: RouterConfig) -> None:
         self.url, self.roles = url, roles
         self.state = InstanceState.UNKNOWN
         self.reason = "the router has not reached it yet"
-        """Why it is not usable."""
+        """Why the instance is not usable; empty when described."""
         self.description: Description | None = None
         self.separator_text: str | None = None
-        """The separator in prompts; ``None``: not known, so every text must be tokenised to find it."""
+        """Text of the separator; ``None``: unknown, so that only tokenising finds separators in a prompt."""
         self.view = InstanceView()
         self.described_boot = ""
-        """Boot id of the events when it was last described: another one is a process we know nothing of."""
+        """Boot id of the events at the last description; a different boot id means an unknown process."""
         self._silence_s = settings.silence_s
         self.slots = asyncio.Semaphore(settings.segments_per_worker)
         self.queued_tokens = 0
-        """Tokens of our segment requests that wait for a slot here."""
+        """Tokens of the router's segment requests that wait for a slot of this instance."""
         self.sent_tokens = 0
-        """Tokens of our requests that are open here and not computed yet."""
+        """Tokens of the router's requests that are open at this instance and not computed yet."""
         self.open_requests = 0
-        """Clients' requests that are open here."""
+        """Number of clients' requests that are open at this instance."""
         self.last_chosen = 0
         self._s_per_token: float | None = None
         self._last_done = 0.0
@@ -87,7 +87,7 @@ class Instance:
 
     @property
     def suspect(self) -> bool:
-        """A request to it failed, and its back-off is not over, or its events are silent since."""
+        """Whether a request failed here, and the back-off is not over or events have been silent since."""
         if not self._back_off_s:
             return False
         if time.monotonic() < self._suspect_until:
@@ -95,9 +95,9 @@ class Instance:
         return self.state is InstanceState.DESCRIBED and not self.view.known
 
     def fail(self, reason: str) -> None:
-        """A request to it failed for reasons that are its own: nothing new is sent there for a while.
+        """Start a back-off without new requests, after a request failed through the instance's fault.
 
-        Requests that fail together count as one failure.
+        Failures during a back-off count as the same failure; later failures double the back-off.
         """
         if time.monotonic() < self._suspect_until:
             return
@@ -106,29 +106,29 @@ class Instance:
         log.warning("the router avoids %s for %.0f s: %s", self.url, self._back_off_s, reason)
 
     def trust(self) -> None:
-        """End its back-off: it did what it was asked, or is a new process."""
+        """End the back-off, because the instance has served a request or is a new process."""
         self._back_off_s = self._suspect_until = 0.0
 
     @property
     def spreads(self) -> bool:
-        """Whether it may take part in segment parallelism now."""
+        """Whether the instance may take part in segment parallelism now."""
         known = self.view.known and self.view.boot == self.described_boot
         return self.state is InstanceState.DESCRIBED and known and not self.suspect
 
     @property
     def up(self) -> bool:
-        """Whether it does all that it is there for."""
+        """Whether the instance fulfils its role: a described instance spreads, any other answers."""
         return self.spreads if self.state is InstanceState.DESCRIBED else self.answers
 
     @property
     def answers(self) -> bool:
-        """Whether clients' requests may go to it now."""
+        """Whether clients' requests may go to the instance now."""
         able = self.state in (InstanceState.DESCRIBED, InstanceState.PLAIN)
         return self.roles.combine and able and not self.suspect and not self.silent
 
     @property
     def silent(self) -> bool:
-        """Whether its engine should have been heard of for long."""
+        """Whether the instance is described, but no event confirmed its view for ``silence_s`` seconds."""
         return self.state is InstanceState.DESCRIBED and self._silence_s < self.view.age_s
 
     # -- records ---------------------------------------------------------------------------------
@@ -137,26 +137,26 @@ class Instance:
         return key in self.view.resident or self._fresh.get(key, 0.0) > time.monotonic()
 
     def has_now(self, key: str) -> None:
-        """A record was made there or sent to it; its events have perhaps not said so yet."""
+        """Note that the instance now has a record, which its events may not have reported yet."""
         _note(self._fresh, key)
 
     def makes(self, key: str) -> bool:
-        """Whether it computes the record, or has been asked to just now."""
+        """Whether the instance computes the record, or was asked for it at most ``FRESH_S`` ago."""
         return key in self.view.pending or self._asked.get(key, 0.0) > time.monotonic()
 
     def asked_for(self, key: str) -> None:
-        """A request for the record was sent; its events have perhaps not said so yet."""
+        """Note that a request for the record was sent, which the events may not have reported yet."""
         _note(self._asked, key)
 
     # -- load and speed --------------------------------------------------------------------------
 
     @property
     def load(self) -> int:
-        """Tokens to prefill there: what it reports (ours among them), and what we have not sent yet."""
+        """Tokens to prefill here: queued plus the larger of sent and reported tokens, which overlap."""
         return self.queued_tokens + max(self.sent_tokens, self.view.load_tokens)
 
     def timed(self, tokens: int, sent_at: float) -> None:
-        """Learn its speed: it computed and delivered a segment that was sent at ``sent_at``."""
+        """Update the speed, after the instance has delivered a segment of ``tokens`` sent at ``sent_at``."""
         now = time.monotonic()
         found = (now - max(sent_at, self._last_done)) / max(1, tokens)
         self._last_done = now
@@ -165,12 +165,12 @@ class Instance:
 
     @property
     def s_per_token(self) -> float | None:
-        """Seconds a token, smoothed; ``None``: nothing was timed yet."""
+        """Smoothed seconds per token; ``None`` before the first timed segment."""
         return self._s_per_token
 
 
 def _note(keys: OrderedDict[str, float], key: str) -> None:
-    """Note the key for a while; those that have been there longest stand first."""
+    """Note ``key`` for ``FRESH_S`` seconds, and drop expired keys; the oldest key stands first."""
     now = time.monotonic()
     while keys and next(iter(keys.values())) <= now:
         keys.popitem(last=False)
@@ -179,7 +179,7 @@ def _note(keys: OrderedDict[str, float], key: str) -> None:
 
 
 class InstancePool:
-    """All instances, those that answer clients first, in the order of the command line."""
+    """All instances in the order of ``RouterConfig.urls``: instances that answer clients come first."""
 
     def __init__(self, settings: RouterConfig) -> None:
         self.instances = [
@@ -188,25 +188,26 @@ class InstancePool:
         ]
         self.namespace: str | None = None
         self.changed = asyncio.Event()
-        """Some instance has or makes other records than before; whoever waits for it clears it."""
+        """Set when records of an instance changed; the waiting task must clear the event."""
         self._turn = itertools.count(1)
 
     def spreading(self) -> list[Instance]:
-        """Instances whose records are known now, whatever their role."""
+        """Return the instances that may take part in segment parallelism now, of any role."""
         return [i for i in self.instances if i.spreads]
 
     def combiners(self, without: Iterable[Instance] = ()) -> list[Instance]:
-        """Instances that may answer clients now; all that failed lately where no other is left."""
+        """Return the instances, except ``without``, that may answer clients now; if there are none, return
+        instances that failed lately or are silent."""
         left = [i for i in self.instances if i.roles.combine and i not in set(without)]
-        # What a plain one serves cannot be checked: it is better than nothing only.
+        # The router cannot check which model a plain instance serves: plain instances are the last resort.
         described = [i for i in left if i.state is InstanceState.DESCRIBED]
         able = described or [i for i in left if i.state is InstanceState.PLAIN]
         return [i for i in able if i.answers] or able
 
     def cheapest(self, candidates: Sequence[Instance], missing: Sequence[int]) -> Instance:
-        """The instance that would answer first: ``missing`` tokens would have to be prefilled at each.
+        """Return the instance with the least prefill: its load plus ``missing`` (tokens, per candidate).
 
-        Among equals the one with the fewest clients' requests, then the one not chosen for the longest time.
+        Ties go to the instance with the fewest clients' requests, then to the least recently chosen instance.
         """
         chosen = min(
             zip(candidates, missing, strict=True),
@@ -216,18 +217,18 @@ class InstancePool:
         return chosen
 
     def s_per_token(self, worker: Instance) -> float:
-        """The instance's own speed, or that of the others, or the assumed one."""
+        """Return seconds per token: the worker's own, else the mean of timed instances, else the assumed."""
         if worker.s_per_token is not None:
             return worker.s_per_token
         known = [i.s_per_token for i in self.instances if i.s_per_token is not None]
         return sum(known) / len(known) if known else ASSUMED_S_PER_TOKEN
 
     def settle(self) -> list[tuple[Instance, Exclusion]]:
-        """Exclude described instances of another namespace than the pool's, or with another one's receiver;
-        take back those that match.
+        """Exclude described instances with another namespace than the pool's or with another instance's
+        receiver; readmit instances that match again.
 
-        The pool's is that of most instances that answer clients; among equals it stays what it was, then that
-        of the first one counts.  Returns those that this call excluded.
+        The pool's namespace is the namespace of most instances that answer clients.  In a tie the present
+        namespace stays, or else the first instance decides.  Returns the instances that this call excluded.
         """
         described = [i for i in self.instances if i.description is not None]
         names = [_namespace(i) for i in described if i.roles.combine] or [_namespace(i) for i in described]
@@ -252,7 +253,9 @@ class InstancePool:
         return excluded
 
     def _refusal(self, instance: Instance, receivers: dict[str, str]) -> tuple[Exclusion, str] | None:
-        """Why it takes no part, if so; ``receivers``: those of the others so far, with their URLs."""
+        """Return why ``instance`` must be excluded, or ``None``.
+
+        ``receivers``: URLs of the instances seen so far, by receiver; this instance is added."""
         assert instance.description is not None and self.namespace is not None
         if _namespace(instance) != self.namespace:
             return Exclusion.NAMESPACE, (

@@ -1,4 +1,4 @@
-"""Numbers of one router, for Prometheus."""
+"""Metrics of one router, for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 class RouterMetrics:
-    """Counts what the router does; ``instances`` are looked at when somebody asks."""
+    """The router's counters and histograms; gauges of ``instances`` are computed at each scrape."""
 
     def __init__(self, instances: Iterable[Instance]) -> None:
         self.registry = registry = CollectorRegistry()
@@ -66,7 +66,7 @@ class RouterMetrics:
             "hypic_router_exposed_transfer_seconds",
             "Time from when all records of a request were computed to when all were delivered, in seconds.",
         )
-        # All label values from the start: a rate is then right from the first event on.
+        # All label values exist from the start, so that a rate is right from the first event on.
         for kind in ("parallel", "whole", "proxied"):
             self.requests.labels(kind)
         for outcome in ("dispatched", "joined", "held", "local", "failed", "redispatched"):
@@ -76,7 +76,7 @@ class RouterMetrics:
         registry.register(_Instances(tuple(instances)))
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

@@ -1,4 +1,4 @@
-"""What the router tells combine nodes' receivers of records that requests wait for there."""
+"""The router's messages to combine nodes' receivers about records that requests wait for there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _REMIND_S = 2.0
-"""A record that should have come and is not there after so long is withdrawn, or told again."""
+"""Seconds after a transfer's end until a record that has not arrived is withdrawn, or announced again."""
 _LEFT_S = 1.0
 """Seconds that a combine node has to notice that a client left."""
 
@@ -33,24 +33,26 @@ _Tell = Callable[..., None]
 
 
 class ReceiverNotifier:
-    """Tells receivers, and counts those that cannot be told.  Methods raise nothing."""
+    """Send messages to receivers, and count receivers that cannot be reached.  Methods do not raise."""
 
     def __init__(self, secret: Secret | None, metrics: RouterMetrics) -> None:
         self._secret, self._metrics = secret, metrics
 
     async def withdraw(self, combine: Instance, keys: Sequence[str]) -> None:
-        """Nobody sends these.  A combine node that cannot be told computes them after its deadline."""
+        """Tell ``combine`` that no worker will send the records ``keys``.
+
+        A combine node that cannot be reached computes the records after its deadline."""
         await self._tell(withdraw, combine, keys, "withdraw", "will not arrive")
 
     async def stored(self, combine: Instance, keys: Sequence[str]) -> bool:
-        """These are in a tier that it shares.  Whether it knows now."""
+        """Tell ``combine`` that a tier that it shares has ``keys``; return whether the message got there."""
         return await self._tell(tell_stored, combine, keys, "stored", "are in a shared tier")
 
     async def remind(self, combine: Instance, transfers: Sequence[InFlightTransfer]) -> None:
-        """Withdraw what is over and did not arrive, or tell again which tier has it, until cancelled.
+        """Withdraw records that did not arrive, or announce their tier again, until cancelled.
 
-        A transfer may have been given up, or found no longer wanted by a request that has left, before the
-        combine node had read the present one, which would wait for it until its deadline.
+        A transfer may be given up, or end unwanted because an earlier request has left, before the combine
+        node reads the present request.  Without a reminder that request would wait until its deadline.
         """
         while True:
             await asyncio.sleep(_REMIND_S)
@@ -68,9 +70,10 @@ class ReceiverNotifier:
     async def withdraw_unwanted(
         self, combine: Instance, unwanted: Sequence[InFlightTransfer], traffic: Traffic
     ) -> None:
-        """Requests of other routers may wait at ``combine`` for what the last client here no longer wants.
+        """Withdraw, after ``_LEFT_S``, records that the last client of this router no longer wants.
 
-        Not at once: by then the combine node has noticed that this client left, and computes nothing for it.
+        Requests of other routers may wait for these records at ``combine``.  During the delay the combine
+        node notices that the client left, and therefore computes nothing for it.
         """
         await asyncio.sleep(_LEFT_S)
         if keys := [t.key for t in unwanted if not traffic.coming(t.key, combine)]:

@@ -1,4 +1,4 @@
-"""The engine's plan of a prompt, made here from what the instance told of itself."""
+"""The engine's plan of a prompt, made by the router from the instance's description."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from ...primitives.tokens import PrimitiveIds
 from ..description import Description
 
 MOST_PADDING = 1 << 20
-"""Padding in all warm-up prompts of one request together."""
+"""Limit on the padding tokens in all warm-up prompts of one request together."""
 
 
 @dataclass(frozen=True)
 class SegmentAsk:
-    """One distinct record of a request: ``prompt`` is a warm-up prompt that makes exactly this record; empty
-    where that would be too long, so that no other instance can be asked for it."""
+    """One distinct record of a request.  ``prompt``: a warm-up prompt that makes exactly this record; empty
+    where that prompt would be too long, so that no other instance can compute the record."""
 
     key: SegmentKey
     prompt: tuple[int, ...]
     tokens: int
-    """Tokens that must be computed for it."""
+    """Number of tokens that must be computed for the record."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A request as the engine of ``description`` will plan it."""
+    """The plan that the engine with ``description`` will make for a request."""
 
     plan: PromptPlan
     description: Description
     salt: str | None
     options: Mapping[str, Any]
-    """``vllm_xargs`` of its segment requests: link method and seam, written out."""
+    """``vllm_xargs`` of the request's segment requests: link method and seam, written out."""
 
     @cached_property
     def segments(self) -> tuple[SegmentAsk, ...]:
-        """The plan's distinct records, in order."""
+        """The plan's distinct records, in the order of the prompt."""
         asks: dict[SegmentKey, SegmentAsk] = {}
         padding, primitives = 0, self.description.primitives
         for segment in self.plan.segments:
             if segment.key in asks:
                 continue
-            # Each is as long as what stands before the segment: together they grow with the prompt's square.
+            # A segment's padding is as long as its start position: the sum grows with the prompt's square.
             padding += segment.start if self.plan.method.fixed_position else 0
             fits = padding <= MOST_PADDING
             prompt = warmup_prompt(segment, self.plan.method, primitives) if fits else ()
@@ -57,15 +57,15 @@ class Planned:
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens that the combine node computes in any case."""
+        """Number of tokens that the combine node computes in any case."""
         return len(self.plan.stream)
 
     def made_by(self, worker: Description, ask: SegmentAsk) -> bool:
-        """Whether ``worker``, which may have a smaller pool, makes this very record of the warm-up prompt."""
+        """Whether ``worker``, whose pool may be smaller, computes exactly this record from the prompt."""
         if not ask.prompt or worker.primitives != self.description.primitives:
             return False
         if worker.ranks != self.description.ranks:
-            return False  # its parts are others
+            return False  # the worker divides records into other parts
         try:
             found = _plan(ask.prompt, self.plan.method, worker, self.salt)
         except (LinkError, PromptError):
@@ -76,9 +76,9 @@ class Planned:
 def plan_request(
     ids: Sequence[int], extra_args: Mapping[str, Any], salt: str | None, description: Description
 ) -> Planned | None:
-    """Plan as the engine does; ``None``: it will refuse the request, or there is nothing to plan.
+    """Return the plan that the engine will make; ``None`` for a request that it refuses or need not plan.
 
-    Changes nothing; depends on its arguments alone.
+    The function changes nothing, and its result depends on the arguments alone.
     """
     if not description.primitives.contains(ids):
         return None
@@ -94,14 +94,14 @@ def plan_request(
 
 
 def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt: str | None) -> PromptPlan:
-    """Raises ``LinkError`` where the instance does not say what the method needs."""
+    """Plan a prompt.  Raises ``LinkError`` when the description lacks the context that ``method`` needs."""
     if method.context in ("text", "learned") and (
         not description.context_tokens or method.context != description.context
     ):
         raise LinkError(f"hypic_context={method.context!r}: the instance does not describe this context")
     return build_plan(
         parse_prompt(ids, description.primitives),
-        # Islands change what is computed in the stream, no record: they are the combine node's business.
+        # Islands change tokens of the stream, but no record: only the combine node computes them.
         replace(method, islands=None),
         Namespace(description.namespace, description.generation).scoped(salt=salt, lora=None),
         description.limits,
@@ -114,7 +114,7 @@ def _plan(ids: Sequence[int], method: LinkMethod, description: Description, salt
 
 
 def warmup_prompt(segment: CachedSegment, method: LinkMethod, primitives: PrimitiveIds) -> list[int]:
-    """Token ids of a prompt whose only segment is ``segment``, with positions that give it the same key."""
+    """Return token ids of a prompt whose only segment is ``segment``, at positions that give the same key."""
     ids = [primitives.sep] if segment.role is Role.INTERIOR else []
     if method.fixed_position:
         ids += [primitives.pad] * segment.start

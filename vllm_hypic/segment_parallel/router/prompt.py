@@ -1,4 +1,4 @@
-"""What a completion or chat request asks: whether it may be spread, and what is to be tokenised."""
+"""Prompts of completion and chat requests: tells whether a request may be parallel, and what to tokenise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...primitives.parts import SEGMENT_PART, is_part, parts_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)
 SEGMENT_ID = "<|hypic_segment:"
-"""How ids of compiled segments begin; what they stand for, only the instance that compiled them knows."""
+"""Prefix of compiled segments' ids; only the instance that compiled a segment knows its tokens."""
 
-# The answer needs more than the tokens of one prompt, or the engine refuses it beside separators.
+# Options whose answer needs more than one prompt's tokens, or which the engine refuses with separators.
 _UNSPREADABLE = (
     "use_beam_search",
     "prompt_embeds",
@@ -28,7 +28,7 @@ _UNSPREADABLE = (
 
 
 class Whole(Enum):
-    """Why a request goes whole to one instance."""
+    """Reasons to send a request whole to one instance."""
 
     NO_SEGMENTS = "no_segments"
     SEGMENT_IDS = "segment_ids"
@@ -49,9 +49,10 @@ def whole_reason(
     *,
     literal: bool = False,
 ) -> Whole | None:
-    """Why it must go whole, as far as can be told without tokens; ``None``: it may be worth planning.
+    """Return why a request must go whole, judged without its tokens; ``None``: a plan may be worthwhile.
 
-    ``literal``: only parts and token ids stand for separators and segments.
+    ``separator_text``: ``None`` when unknown.  ``literal``: only parts and token ids, but no texts, stand for
+    separators and segments.
     """
     if body.get("model") is not None and body["model"] not in models:
         return Whole.OTHER_MODEL
@@ -73,7 +74,7 @@ def whole_reason(
 
 
 def without_transfer(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body without transfer options of the client's own; the same object if it has none."""
+    """Return the body without the client's transfer options; the same object if there are none."""
     extra = body.get("vllm_xargs")
     ours = (*TRANSFER, PERMIT)
     if not isinstance(extra, Mapping) or not any(name in extra for name in ours):
@@ -86,15 +87,15 @@ def _may_stand(separator_text: str | None, texts: Iterable[str]) -> bool:
 
 
 def is_ids(prompt: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of token ids."""
+    """Whether ``prompt`` is a list of token ids, and not empty."""
     return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def tokenize_request(path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body for ``POST /tokenize`` that gives the tokens which the engine would get.
+    """Return the body for ``POST /tokenize`` that yields the same tokens as the engine gets.
 
-    Follows ``build_chat_params`` of vLLM's chat requests, which put more into the template's arguments than
-    its tokenise requests do.
+    The function follows ``build_chat_params`` of vLLM's chat requests, because these put more into the
+    template's arguments than vLLM's tokenise requests do.
     """
     if path == COMPLETIONS:
         names: tuple[str, ...] = ("model", "prompt", "add_special_tokens")
@@ -144,13 +145,13 @@ def _is_text_message(message: object) -> bool:
 
 
 def _template(body: Mapping[str, Any]) -> Iterator[str]:
-    """Texts that a chat template may put between the messages'."""
+    """Yield texts outside the messages that a chat template may add to the prompt."""
     for name in ("documents", "tools", "chat_template", "chat_template_kwargs"):
         yield from _texts(body.get(name))
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in ``value``; lists of numbers cost nothing."""
+    """Yield all strings in ``value``; lists of numbers are skipped at once."""
     stack = [value]
     while stack:
         found = stack.pop()

@@ -17,30 +17,30 @@ from .plan import Planned, SegmentAsk
 from .prompt import COMPLETIONS
 
 _LONGEST_S = 120.0
-"""The deadline where neither the router nor the instance names one."""
+"""Deadline in seconds where neither the router nor the instance sets a deadline."""
 _ANSWER_S = 5.0
-"""Seconds past the deadline, for the answer that says so."""
+"""Seconds after the deadline that the router still waits for the answer that reports the missed deadline."""
 
 
 class SegmentOutcome(Enum):
-    """How a segment request ended."""
+    """Outcomes of a segment request."""
 
     DELIVERED = "delivered"
-    """The combine node has the record, or has no need of it."""
+    """The combine node has the record, or does not need it."""
     FAILED = "failed"
-    """The worker failed: nothing more is sent to it for a while."""
+    """The worker failed, and gets no new requests for a while."""
     REFUSED = "refused"
-    """The worker will not do it (4xx); another one may."""
+    """The worker refused the request (4xx); another worker may accept it."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What all segment requests of one client's request share."""
+    """Values that all segment requests of one client's request share."""
 
     request_id: str
     model: str | None
     headers: tuple[tuple[bytes, bytes], ...]
-    """Headers of the client that instances must see, as they came: its Authorization."""
+    """The client's headers that instances must see, unchanged: its Authorization."""
     priority: int = 0
 
     @property
@@ -53,16 +53,16 @@ class SegmentResult:
     outcome: SegmentOutcome
     reason: str = ""
     answered: bool = False
-    """The worker itself said so."""
+    """Whether the outcome comes from an answer of the worker."""
 
 
 def longest_s(worker: Instance, deadline_s: float | None) -> float:
-    """Seconds after which a segment request has no answer any more."""
+    """Return the seconds that a segment request may wait for its answer."""
     return (_deadline_s(worker, deadline_s) or _LONGEST_S) + _ANSWER_S
 
 
 def _deadline_s(worker: Instance, deadline_s: float | None) -> float | None:
-    """The router's, but no longer than the instance lets anybody wait."""
+    """Return the smaller of the router's and the instance's deadline; ``None`` without either."""
     own = worker.description.deadline_s if worker.description is not None else None
     return min((s for s in (deadline_s, own) if s is not None), default=None)
 
@@ -76,7 +76,9 @@ def segment_body(
     deadline_s: float | None,
     permits: Permits,
 ) -> dict[str, Any]:
-    """The completion request; ``destination``: where the combine node's records land, or a shared tier."""
+    """Return the body of a segment's completion request.
+
+    ``destination``: the combine node's receiver, or a shared tier."""
     assert worker.description is not None
     models = worker.description.models
     options: dict[str, Any] = {**planned.options, PUSH_TO: destination}
@@ -104,7 +106,7 @@ async def send_segment(
     name: str,
     seconds: float,
 ) -> SegmentResult:
-    """Send it and wait for its end, at most ``seconds``.  ``name``: its request id."""
+    """Send a segment request and return its result, after at most ``seconds``.  ``name``: its request id."""
     request = httpx.Request(
         "POST",
         worker.url + COMPLETIONS,

@@ -1,4 +1,4 @@
-"""Tokens of a prompt, from an instance's own tokenizer."""
+"""Token ids and texts from an instance's own tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoAnswer(Exception):
-    """The instance failed; another one may do it."""
+    """Raised when an instance failed to tokenise; another instance may succeed."""
 
 
 class _Tokens(msgspec.Struct):
@@ -29,7 +29,9 @@ class _Text(msgspec.Struct):
 async def tokens_of(
     http: httpx.AsyncClient, instance: Instance, asked: Mapping[str, Any], origin: Origin
 ) -> list[int] | None:
-    """What ``POST /tokenize`` makes of ``asked``; ``None``: it refused.  Raises :class:`NoAnswer`."""
+    """Return the token ids that ``POST /tokenize`` answers to ``asked``; ``None`` after a refusal.
+
+    Raises :class:`NoAnswer` when the instance failed."""
     body = await _post(http, instance.url + "/tokenize", asked, origin.headers)
     try:
         return None if body is None else msgspec.json.decode(body, type=_Tokens).tokens
@@ -40,7 +42,7 @@ async def tokens_of(
 async def text_of(
     http: httpx.AsyncClient, url: str, token: int, headers: tuple[tuple[bytes, bytes], ...]
 ) -> str | None:
-    """The text of one token; ``None``: the instance has none for it, or does not say."""
+    """Return the text of one token; ``None`` when the instance has no text for it, or does not answer."""
     try:
         body = await _post(http, url + "/detokenize", {"tokens": [token]}, headers)
         return None if body is None else msgspec.json.decode(body, type=_Text).prompt.strip() or None
@@ -51,7 +53,7 @@ async def text_of(
 async def _post(
     http: httpx.AsyncClient, url: str, asked: Mapping[str, Any], headers: tuple[tuple[bytes, bytes], ...]
 ) -> bytes | None:
-    """The answer's body; ``None``: refused.  Raises :class:`NoAnswer`."""
+    """Return the answer's body; ``None`` after a refusal.  Raises :class:`NoAnswer` if the instance fails."""
     try:
         answer = await http.post(
             url,

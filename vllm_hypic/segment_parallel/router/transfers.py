@@ -1,4 +1,4 @@
-"""In-flight transfers: records on their way to a combine node, each one for all requests that wait for it."""
+"""In-flight transfers: records on their way to a combine node, shared by all requests that wait for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .segment_request import Origin, SegmentOutcome, SegmentResult, longest_s, s
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-"""Seconds after which it is reckoned anew when a segment is late: speeds get known meanwhile."""
+"""Seconds between predictions of when a segment is late, because the router keeps learning speeds."""
 
 
 @dataclass(frozen=True)
 class TransferId:
-    """What requests must have in common to share a transfer: record, receiver, and the client's rights."""
+    """Identity of a transfer: requests with equal record, receiver and client's rights share a transfer."""
 
     key: str
     destination: str
@@ -38,25 +38,25 @@ class TransferId:
 
 @dataclass(eq=False)
 class _Attempt:
-    """One segment request.  Times are of ``time.monotonic()``."""
+    """One segment request to a worker.  Times are of ``time.monotonic()``."""
 
     worker: Instance
     cost: int
-    """Tokens that it makes the worker compute."""
+    """Number of tokens that the worker must compute for this request."""
     ahead: int
-    """Tokens that the worker has to compute until it is done, these included."""
+    """Number of tokens that the worker must compute until this request is done, ``cost`` included."""
     begun: float
     sent_at: float | None = None
     task: asyncio.Task[SegmentResult] | None = None
 
     def leave_queue(self) -> None:
-        """Note that it has its slot at the worker."""
+        """Note that the request has a slot at the worker, and is now sent."""
         self.sent_at = time.monotonic()
         self.worker.queued_tokens -= self.cost
         self.worker.sent_tokens += self.cost
 
     def forget(self) -> None:
-        """Take it off the worker's load, once it is over."""
+        """Subtract the ended request from the worker's load."""
         if self.sent_at is None:
             self.worker.queued_tokens -= self.cost
         else:
@@ -70,9 +70,9 @@ class _Fault(Enum):
 
 @dataclass(eq=False)
 class InFlightTransfer:
-    """One record on its way, for the request that asked first and all that joined it.
+    """One record on its way, for the first request that asked for it and all requests that joined.
 
-    Written by :class:`InFlightTransfers` only; times are of ``time.monotonic()``.
+    Only :class:`InFlightTransfers` changes a transfer; times are of ``time.monotonic()``.
     """
 
     id: TransferId
@@ -82,22 +82,22 @@ class InFlightTransfer:
     planned: Planned
     origin: Origin
     label: str
-    """Request ids of its attempts begin so."""
+    """Prefix of its attempts' request ids."""
     waiters: int = 0
-    """Client requests that want it."""
+    """Number of client requests that want the record."""
     workers: list[Instance] = field(default_factory=list)
-    """Workers tried, oldest first."""
+    """Workers tried, the oldest first."""
     sent_at: float | None = None
-    """When it was first sent."""
+    """Time at which the first segment request was sent."""
     computed_at: float | None = None
-    """When a worker was first seen to have it."""
+    """Time at which a worker's events first reported the record."""
     received_at: float | None = None
-    """When the combine node was first seen to have it: most often before its worker's answer is here."""
+    """Time at which the combine node's events first reported the record, often before the worker's answer."""
     over_at: float | None = None
-    """When its worker said that it is delivered, or it was given up."""
+    """Time at which a worker reported the delivery, or the transfer was given up."""
     given_up: bool = False
     route: RecordRoute | None = None
-    """The route that it took, as its worker said; ``None``: none yet."""
+    """The route that the record took, by the worker's answer; ``None`` before the answer."""
     trying: RecordRoute | None = None
     """The route that the newest request to a worker asks for."""
     delivered_by: Instance | None = None
@@ -110,12 +110,12 @@ class InFlightTransfer:
 
     @property
     def taken_route(self) -> RecordRoute | None:
-        """The route as far as is known: the worker's answer may come after its record."""
+        """The route taken, as far as known: the worker's answer may come after its record."""
         return self.trying if self.route is None and self.received_at is not None else self.route
 
     @property
     def delivered_at(self) -> float | None:
-        """When the combine node had it, as far as is known, or it was given up."""
+        """Earliest known time at which the combine node had the record, or the transfer was over."""
         return min((t for t in (self.received_at, self.over_at) if t is not None), default=None)
 
 
@@ -125,7 +125,7 @@ def _id(key: str, combine: Instance, authorization: bytes) -> TransferId:
 
 
 class _Shared:
-    """A :class:`Traffic` of the transfers that one client's rights may share."""
+    """A :class:`Traffic` of all transfers, for a client with ``authorization``."""
 
     def __init__(self, transfers: Mapping[TransferId, InFlightTransfer], authorization: bytes) -> None:
         self._transfers, self._authorization = transfers, authorization
@@ -138,7 +138,7 @@ class _Shared:
 
 
 class InFlightTransfers:
-    """All transfers of one router that are not over."""
+    """Start, share, watch and end the open transfers of one router."""
 
     def __init__(
         self,
@@ -157,13 +157,13 @@ class InFlightTransfers:
         return len(self._transfers)
 
     def traffic(self, origin: Origin) -> Traffic:
-        """What a request of ``origin`` may share."""
+        """Return the traffic as a request of ``origin`` may use it."""
         return _Shared(self._transfers, origin.authorization)
 
     def begin(self, planned: Planned, decision: Decision, origin: Origin) -> list[InFlightTransfer]:
-        """Have everything sent that ``decision`` says.  Let the transfers go by :meth:`release`.
+        """Start the transfers of ``decision``, or join present ones, and return them for :meth:`release`.
 
-        ``decision`` must have been made since the event loop last ran anything else.
+        No other task may have run on the event loop since ``decision`` was made.
         """
         combine = decision.combine
         found = [self._transfers[_id(ask.key, combine, origin.authorization)] for ask in decision.coming]
@@ -178,8 +178,9 @@ class InFlightTransfers:
         return found
 
     def release(self, transfers: Sequence[InFlightTransfer]) -> list[InFlightTransfer]:
-        """A request wants them no longer.  What nobody wants is broken off, and returned: the engine finishes
-        what it has begun to compute, but the place at the worker is free."""
+        """Note that a request no longer wants ``transfers``; cancel and return open ones without waiters.
+
+        A worker's engine still finishes a computation that has begun, but its slot at the worker is free."""
         unwanted = []
         for transfer in transfers:
             transfer.waiters -= 1
@@ -190,7 +191,7 @@ class InFlightTransfers:
         return unwanted
 
     async def watch(self) -> None:
-        """Note when records are where they should be, until cancelled."""
+        """Note the times at which events report records at workers and combine nodes, until cancelled."""
         while True:
             await self._pool.changed.wait()
             self._pool.changed.clear()
@@ -204,7 +205,7 @@ class InFlightTransfers:
                     transfer.received_at = now
 
     async def close(self) -> None:
-        """Break off everything."""
+        """Cancel all transfers."""
         tasks = [t.task for t in self._transfers.values() if t.task is not None]
         for task in tasks:
             task.cancel()
@@ -217,7 +218,7 @@ class InFlightTransfers:
         self._metrics.segments.labels(task.source.value).inc()
         transfer = InFlightTransfer(name, task.ask, combine, task.source, planned, origin, label)
         self._transfers[name] = transfer
-        # Begun now, not when the transfer's task first runs: the next request must see the load.
+        # The attempt begins now, before the transfer's task runs, so that the next request sees the load.
         first = self._attempt(transfer, task.worker, task.cost)
         transfer.task = asyncio.create_task(self._bring(transfer, first))
         transfer.task.add_done_callback(lambda _: self._ended(transfer))
@@ -236,7 +237,7 @@ class InFlightTransfers:
             log.error("segment %s: internal error of the router", transfer.key[:12], exc_info=error)
 
     async def _bring(self, transfer: InFlightTransfer, first: _Attempt) -> None:
-        """Ask one worker after another, until the record is delivered or nobody is left."""
+        """Ask workers in turn until the record is delivered; give the transfer up when none is left."""
         attempts = [first]
         try:
             while (fault := await self._wait(transfer, attempts)) is not None:
@@ -255,7 +256,7 @@ class InFlightTransfers:
                 attempt.task.cancel()
 
     async def _wait(self, transfer: InFlightTransfer, attempts: list[_Attempt]) -> _Fault | None:
-        """Wait until the record is delivered (``None``), an attempt has failed, or the newest one is late."""
+        """Wait until the record is delivered (``None``), an attempt fails, or the newest attempt is late."""
         while attempts:
             newest = attempts[-1]
             left = newest.begun + self._late_after_s(newest) - time.monotonic()
@@ -299,7 +300,7 @@ class InFlightTransfers:
         self._warn(transfer, "(%d tokens) failed at %s: %s", transfer.ask.tokens, worker, reason)
 
     def _another(self, transfer: InFlightTransfer) -> Instance | None:
-        """A worker that was not asked yet; one that has the record already before all others."""
+        """Return a worker that was not asked yet, preferably with the record, then with the least load."""
         key, planned = transfer.key, transfer.planned
         asked = (transfer.combine, *transfer.workers)
         able = [
@@ -314,18 +315,18 @@ class InFlightTransfers:
         return min(able, key=lambda i: (not i.holds(key), i.load), default=None)
 
     async def _give_up(self, transfer: InFlightTransfer) -> None:
-        """The combine node computes it itself."""
+        """End the transfer and tell the combine node, which then computes the record itself."""
         transfer.given_up = True
         self._metrics.segments.labels("local").inc()
         self._warn(transfer, "is computed by %s: no other worker can send it", transfer.combine.url)
-        self._forget(transfer)  # whoever asks from now on must not wait for it
+        self._forget(transfer)  # later requests must not wait for this transfer
         await self._notifier.withdraw(transfer.combine, [transfer.key])
 
     def _attempt(self, transfer: InFlightTransfer, worker: Instance, cost: int) -> _Attempt:
         name = f"{transfer.label}-{len(transfer.workers)}"
         worker.queued_tokens += cost
         transfer.workers.append(worker)
-        self._pool.changed.set()  # it may have the record already
+        self._pool.changed.set()  # the worker may have the record already
         attempt = _Attempt(worker, cost, worker.load, time.monotonic())
         attempt.task = asyncio.create_task(self._ask(transfer, attempt, name))
         attempt.task.add_done_callback(lambda _: attempt.forget())
@@ -347,7 +348,7 @@ class InFlightTransfers:
                     result = replace(result, reason="the router could not notify the combine node")
                 if not result.answered:
                     return result
-                # It has the record: sending it costs little.
+                # The worker has the record: another send costs little.
                 self._metrics.failures.labels("tier", worker.url).inc()
                 self._warn(transfer, "goes directly from %s, not via a tier: %s", worker.url, result.reason)
             transfer.trying = RecordRoute.DIRECT
@@ -355,9 +356,9 @@ class InFlightTransfers:
             return self._took(transfer, RecordRoute.DIRECT, result)
 
     def _tier(self, transfer: InFlightTransfer, worker: Instance) -> str | None:
-        """The tier through which the record is to go, if any.
+        """Return the tier through which ``worker`` sends the record, or ``None`` for the direct route.
 
-        Where the first worker failed, or is late, the tier may be the reason.
+        Only the first worker uses a tier: when it fails or is late, the tier may be the reason.
         """
         if self._settings.through is RecordRoute.DIRECT or worker is not transfer.workers[0]:
             return None

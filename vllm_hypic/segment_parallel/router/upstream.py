@@ -1,4 +1,4 @@
-"""Requests of clients at an instance: sent as they are, answered byte for byte."""
+"""Requests of clients at an instance: sent unchanged, answered byte for byte."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _HOP_BY_HOP = frozenset(
     b"transfer-encoding upgrade".split()
 )
 _FAILED = (500, 502, 503, 504)
-"""What an instance answers that cannot serve; another one may."""
+"""HTTP statuses of an instance that cannot serve, while another instance may."""
 _LOOK_S = 0.5
 _UNBOUNDED = {"connect": 5.0, "read": None, "write": None, "pool": None}
-"""Answers may take any time; whether the engine lives, its events say."""
+"""Time-outs in seconds: an answer may take any time, because events show whether the engine lives."""
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
@@ -41,23 +41,23 @@ class _ErrorEvent(msgspec.Struct):
 
 @dataclass(frozen=True)
 class UpstreamRequest:
-    """A client's request as it goes to an instance."""
+    """A client's request in the form sent to an instance."""
 
     method: str
     target: bytes
-    """Path and query."""
+    """Path and query of the URL."""
     headers: Headers
     body: bytes | AsyncIterator[bytes] | None
 
     @property
     def replayable(self) -> bool:
-        """Whether it can be sent again."""
+        """Whether the request can be sent again."""
         return self.body is None or isinstance(self.body, bytes)
 
 
 @dataclass
 class UpstreamAnswer:
-    """An instance's answer from its first byte on; read it to its end or close it."""
+    """An instance's answer from its first byte on; the caller must read the answer to its end or close it."""
 
     status: int
     headers: Headers
@@ -73,7 +73,7 @@ class UpstreamAnswer:
         )
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body, as it comes.  Raises :class:`UpstreamFailed` when it breaks off."""
+        """Yield the body as it arrives.  Raises :class:`UpstreamFailed` when the answer breaks off."""
         yield self.first
         while self._rest is not None:
             chunk = await _while_alive(self.instance, _next(self._rest))
@@ -82,13 +82,13 @@ class UpstreamAnswer:
             yield chunk
 
     async def close(self) -> None:
-        """The instance is told that nobody reads on."""
+        """Close the connection, so that the instance stops unread work."""
         if self._response is not None:
             await self._response.aclose()
 
 
 class UpstreamFailed(Exception):
-    """The instance did not answer, or only to say that it cannot; ``answer``: what it said, if anything."""
+    """Raised when an instance does not answer, or answers with a failure (then ``answer`` is that answer)."""
 
     def __init__(self, reason: str, answer: UpstreamAnswer | None = None) -> None:
         super().__init__(reason)
@@ -98,15 +98,15 @@ class UpstreamFailed(Exception):
 def count_failure(
     metrics: RouterMetrics, what: str, instance: Instance, request_id: str, error: UpstreamFailed
 ) -> None:
-    """Count and log it; an instance that said nothing at all is left out for a while."""
+    """Count and log a failure; start the back-off of an instance that did not answer at all."""
     metrics.failures.labels(what, instance.url).inc()
     log.warning("request %s: %s failed (%s): %s", request_id, instance.url, what, error)
-    if error.answer is None:  # else it lives: the next request may be none of those that fail there
+    if error.answer is None:  # an instance that answers is alive, and may serve the next request
         instance.fail(str(error))
 
 
 async def open_answer(http: httpx.AsyncClient, instance: Instance, ask: UpstreamRequest) -> UpstreamAnswer:
-    """Send ``ask`` and wait for the answer's first byte.  Raises :class:`UpstreamFailed`."""
+    """Send ``ask``, and return the answer at its first byte.  Raises :class:`UpstreamFailed`."""
     request = httpx.Request(
         ask.method,
         _target(instance.url, ask.target),
@@ -145,7 +145,7 @@ async def _first_byte(http: httpx.AsyncClient, instance: Instance, request: http
 
 
 def _is_failure_event(chunk: bytes) -> bool:
-    """Whether the stream's first event says that the instance failed; client errors are answers."""
+    """Whether the stream's first event reports a failure of the instance; client errors count as answers."""
     if not chunk.startswith(b'data: {"error"'):
         return False
     try:
@@ -156,7 +156,7 @@ def _is_failure_event(chunk: bytes) -> bool:
 
 
 async def _next(chunks: AsyncIterator[bytes]) -> bytes:
-    """The next one that is not empty; empty: there is no more."""
+    """Return the next chunk that is not empty; ``b""`` at the end."""
     async for chunk in chunks:
         if chunk:
             return chunk
@@ -164,7 +164,7 @@ async def _next(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 async def _drained(chunks: AsyncIterator[bytes]) -> bytes:
-    """What is left, as far as it comes."""
+    """Return the remaining bytes, up to the end or a transport error."""
     found = b""
     with suppress(httpx.TransportError):
         async for chunk in chunks:
@@ -173,7 +173,8 @@ async def _drained(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
-    """``waited``'s result; :class:`UpstreamFailed` when it breaks off or the instance is silent too long."""
+    """Return the result of ``waited``; raise :class:`UpstreamFailed` when the connection breaks off, or the
+    instance's events are silent too long."""
     task = asyncio.create_task(waited)
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
@@ -190,9 +191,9 @@ async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
 
 
 def request_headers(headers: Headers, request_id: str | None = None, *, streamed: bool = False) -> Headers:
-    """The client's, without those of its own connection; with ``request_id``, if given.
+    """Return the client's headers without those of its connection; set ``request_id``, if given.
 
-    ``streamed``: the body goes on as it comes, and is as long as the client said.
+    ``streamed``: the body is passed on as it arrives, and keeps the client's content length.
     """
     dropped = _HOP_BY_HOP | {b"host"} | (frozenset() if streamed else {b"content-length"})
     kept = [(k, v) for k, v in headers if k.lower() not in dropped]
@@ -205,5 +206,5 @@ def request_headers(headers: Headers, request_id: str | None = None, *, streamed
 
 
 def error_body(status: int, message: str, kind: str) -> bytes:
-    """An error as vLLM writes it."""
+    """Return an error's JSON body in vLLM's format."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})

@@ -1,4 +1,4 @@
-"""Keeps what is known of each instance fresh: its description, and its events."""
+"""Watchers: keep each instance's description and events up to date."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DESCRIBE = "/v1/hypic/describe"
 _TICK_S = 0.1
 _TIMEOUT_S = 10.0
 _AGAIN_S = {InstanceState.UNKNOWN: 1.0, InstanceState.PLAIN: 10.0, InstanceState.EXCLUDED: 10.0}
-"""Seconds after which an instance in such a state is asked again."""
+"""Seconds, by state, after which an instance is asked for its description again."""
 _SILENT_AGAIN_S = 3.0
-"""Seconds after which a silent instance is asked again: its events may have moved."""
+"""Seconds after which a silent instance is asked again, because its events' address may have changed."""
 
 
 class Watcher:
-    """Watches one instance."""
+    """Keep one instance's description, state and view up to date."""
 
     def __init__(
         self,
@@ -105,13 +105,13 @@ class Watcher:
         await self._subscribe(found.events)
 
     def _lost(self, reason: str) -> None:
-        """Note that it does not describe itself: what it said last counts only while its events are heard."""
+        """Note a missing description: the last description stays valid only while events arrive."""
         if self._instance.state is InstanceState.DESCRIBED and self._instance.view.known:
             return
         self._set(InstanceState.UNKNOWN, reason)
 
     async def _without(self, answer: httpx.Response) -> None:
-        """Note why it answers and does not describe itself."""
+        """Note why the instance answers without a description, from the status of ``answer``."""
         text = answer.text[:300]
         if answer.status_code in (401, 403):
             self._set(
