@@ -133,7 +133,7 @@ def _divide(
     hidden: np.ndarray | None,
     heads: Heads,
 ) -> list[SpanPiece]:
-    """Divide rows into pieces.  :meth:`SpanPlan.of` explains the arguments; ``query_ranges [requests, >= 2]``,
+    """Divide rows into pieces, with the arguments of :meth:`SpanPlan.of`: ``query_ranges [requests, >= 2]``,
     ``visible_kv_lens`` and ``hidden`` ``[rows]``."""
 
     def piece(ranges: np.ndarray, rows: slice) -> SpanPiece:

@@ -254,7 +254,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
         return None
 
     def kernel_refusal(self) -> str | None:
-        """Return why the platform's kernels do not serve this layer, whose caches are allocated, or ``None``."""
+        """Return why the platform's kernels do not serve this layer, or ``None``.  Needs allocated caches."""
         raise NotImplementedError
 
     def warm_up(self, runtime: HypicRuntime) -> None:

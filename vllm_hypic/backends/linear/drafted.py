@@ -22,10 +22,10 @@ from .layout import LinearStep, StockRows, stock_rows
 class Drafted:
     """A batch in which requests decode with drafts, with the slots of one KV cache group.
 
-    ``starts [requests + 1]``: first token row of each request; ``resumed [requests]``: whether a request has a
-    state; ``slots [requests]``: slot of that state, for requests that do not decode.  ``decoding``: batch rows
-    of the requests that decode; ``behind [decoding, 1 + drafts]``: slots of the states after each of their
-    tokens; ``before [decoding]``: slots of the states from which they continue.  Slots are int32.
+    ``starts [requests + 1]``: first token rows; ``resumed [requests]``: whether a request has a state;
+    ``slots [requests]``: slots of states, for requests that do not decode.  ``decoding``: batch rows of the
+    requests that decode; ``behind [decoding, 1 + drafts]``: slots of the states after each of their tokens;
+    ``before [decoding]``: slots of the states from which these requests continue.  Slots are int32.
     """
 
     starts: Sequence[int]
