@@ -22,7 +22,7 @@ _FLOAT = torch.float32.itemsize
 
 
 class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
-    """Mixin before a layer of vLLM: ``gdn_segments`` captures records, and ``gdn_compose`` composes records."""
+    """Mixin before a layer of vLLM: capture by ``gdn_segments`` and composition by ``gdn_compose``."""
 
     family = GATED_DELTA_NET
     channel_gates: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Gated DeltaNet under PIC on CPU: C++ operators, or PyTorch operators if the C++ operators refuse a layer."""
+"""Gated DeltaNet under PIC on CPU: C++ operators, or PyTorch operators if C++ does not serve a layer."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class CPUDeltaNet(DeltaNet):
 
     _views: _Views | None = None
     num_spec: int
-    """Convolution inputs that vLLM's kernels keep for drafts; 0 here.  Each draft's state has a separate slot,
-    as large as without drafts."""
+    """Convolution inputs that vLLM's kernels keep for drafts; 0 here.  Each draft's state has a separate
+    slot, as large as without drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -45,10 +45,8 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
         beta: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        """Run the layer's core into ``core_attn_out [1, n, H, K]``, with the contract of the stock method.
-
-        ``mixed_qkv [n, 3 H K]``; ``g1 [1, n, H, K]``: gates of the recurrence; ``g2 [n, H, K]``: gates of its
-        output; ``beta [1, n, H]``."""
+        """Same contract as the stock method: ``mixed_qkv [n, 3 H K]``, gates of the recurrence and of its
+        output ``g1 [1, n, H, K]``, ``g2 [n, H, K]``, ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
         if get_forward_context().attn_metadata is not None:  # vLLM's profile run has no metadata
             self.run(_Rows(mixed_qkv, g1[0], beta[0], g2), core_attn_out[0])
 

@@ -53,7 +53,7 @@ class HypicLightning(DecayingLayer, BailingMoELinearAttention):
         state_indices_tensor: torch.Tensor,
         attn_metadata: BailingLinearAttentionMetadata,
     ) -> torch.Tensor:
-        """Run the recurrence, as the stock method: ``q``, ``k``, ``v [rows, H, K]`` fp32 -> ``[rows, H K]``."""
+        """Run the recurrence, as stock does: ``q``, ``k``, ``v [rows, H, K]`` fp32 -> ``[rows, H K]``."""
         out = torch.empty(v.shape)
         self.run(decay_attention.Inputs(q, k, v, self._log_decays), out)
         return out.flatten(1)

@@ -21,8 +21,8 @@ def rotating_exactly(rope: Any) -> Any | None:
     does not know the rope's frequencies.  Layers that share ``rope`` share the copy.
 
     ``hypic_rotations`` of the copy: rotations alone, cosines, then sines, ``[positions, rotary_dim]`` fp32;
-    YaRN's table is a multiple of these.  Attention layers that share ``rope`` need the original table, rounded
-    to the model's dtype; hence the copy.
+    YaRN's table is a multiple of these.  The function copies, because attention layers that share ``rope``
+    round its table to the model's dtype.
     """
     exact = getattr(rope, "hypic_exact", None)
     if exact is not None or (known := _frequencies(rope)) is None:
