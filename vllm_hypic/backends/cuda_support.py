@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)
 """The model dtypes that FlashAttention supports."""
 DRAFTING_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""The served methods of speculative decoding in which a model drafts; a subset of those served on CPU."""
+"""The served methods of speculative decoding in which a model drafts: a subset of the CPU's methods."""
 CAPABILITY = (8, 0)
 """Lowest compute capability, major and minor, that FlashAttention supports."""
 FLASHINFER_HEADS = (128, 128)
@@ -175,8 +175,8 @@ def _gdn_heads(config: VllmConfig) -> tuple[int, int] | None:
 def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> int:
     """Return the most bytes that a pass of ``rows`` token rows in ``dtype`` takes beside the pool.
 
-    The sum has the largest working memory of a layer, as layers run one after another, and the memory that
-    interiors carry between passes in all layers.
+    Layers run one after another, so the sum has the largest working memory of a layer.  The sum also has the
+    memory that interiors carry between passes in all layers.
     """
     from .attention.cuda import HypicCUDAAttentionImpl
     from .attention.cuda_mla import CUDALatentAttention

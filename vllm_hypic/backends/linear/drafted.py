@@ -37,7 +37,7 @@ class Drafted:
 
     @property
     def whole(self) -> StockRows:
-        """The rows of the whole batch, without a distinction of drafts."""
+        """The whole batch as a sub-batch of requests without drafts."""
         requests = len(self.resumed)
         rows = slice(0, self.starts[-1])
         return StockRows(0, rows, [*self.starts], [*range(requests)], [*map(int, self.resumed)])

@@ -74,7 +74,7 @@ class LinearStep:
 
     ``special``: batch rows of the requests whose token rows our operators run, except rows in ``rest``.
     ``contexts``: the program that sets captured requests to the states of records from which they continue.
-    It runs before ``segments``, and also runs the rows of a segment's head before the record.  ``segments``
+    The program runs before ``segments``, and also runs a segment's head before the record.  ``segments``
     run in order: a request that makes several records has a row in each.
     """
 
@@ -167,8 +167,9 @@ def stock_rows(
 
 @dataclass(frozen=True)
 class _Piece:
-    """The stream tokens ``[s0, s1)`` of a captured request that one program row runs: the tokens of
-    ``capture``, and the tokens of this chunk before and after them."""
+    """The stream tokens ``[s0, s1)`` of a captured request that one program row runs.
+
+    The piece has the tokens of ``capture``, and tokens of this chunk before and after these."""
 
     capture: CaptureRow
     s0: int
@@ -233,8 +234,9 @@ def _segments(pieces: Sequence[_Piece], begun: Collection[int]) -> Segments:
 
 
 def _contexts(starting: Sequence[ComposedRow]) -> tuple[Composed | None, dict[int, int]]:
-    """Return the program for segment requests that continue from records in this pass, and, by batch row, the
-    stream index of the first token after the last of these records."""
+    """Return the program for segment requests that continue from records in this pass.
+
+    The second result has, by batch row, the stream index of the first token after the last such record."""
     if not starting:
         return None, {}
     ops: list[ComposeOp] = []

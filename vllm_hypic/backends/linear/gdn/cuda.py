@@ -255,9 +255,9 @@ class _Views:
 class _SubBatch:
     """The parts of a sub-batch's metadata that do not depend on a cache; tensors on the device.
 
-    ``batch_rows [requests]`` int64, ``starts [requests + 1]`` int32 and ``resumed [requests]`` describe the
-    requests that decode without drafts or prefill.  Fields of prefills are ``None`` without prefills.
-    ``drafting``: number of requests that decode with drafts; ``masks``: which of all requests these are;
+    ``batch_rows [requests]`` int64, ``starts [requests + 1]`` int32 and ``resumed [requests]`` cover all
+    requests except drafting requests, which decode with drafts.  Fields of prefills are ``None`` without
+    prefills.  ``drafting``: number of drafting requests; ``masks``: whether each request drafts;
     ``drafting_tokens``, ``other_tokens``: token rows of these requests and of the rest.
     """
 

@@ -1,10 +1,10 @@
 """Linear layers with decays under PIC on CPU: shared code of lightning attention, retention and gated linear
 attention.
 
-Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q``; in lightning attention and retention, all channels share
-one constant ``g``.  vLLM has these recurrences in Triton alone or not at all, so our operators also run plain
-rows.  A record's state belongs to the positions at which a segment request computed it.  If a layer rotates q
-and k, composition rotates the state's K axis to the record's place in the prompt.
+Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q``; in lightning attention and retention, ``g`` is one
+constant per head.  vLLM has these recurrences in Triton alone or not at all, so our operators also run plain
+rows.  A record's state belongs to the positions at which a segment request computed it.  If a layer rotates
+q and k, composition rotates the state's K axis to the record's place in the prompt.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 ``a + b``.
 
 A state holds the keys of many positions.  One rotation can relocate a state only if this rotation turns each
-key as the table does.  vLLM's tables do not compose: their angles are products rounded to float32, off by up
+key as the table does.  vLLM's tables do not compose.  Their angles are products rounded to float32, off by up
 to 4e-3 at position 100,000, and vLLM rounds the values to the model's dtype.
 """
 

@@ -37,7 +37,7 @@ class HypicCUDAMamba2(HypicMamba2):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         """Return the spec without the stock layer's promise that a pass keeps states of block boundaries in
-        its middle.  Our operators keep no such states, so passes must end at boundaries."""
+        its middle.  Our operators keep none, so passes end at boundaries, as for vLLM's other layers."""
         return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def run_segments(
@@ -149,8 +149,8 @@ class _Chunks:
 
     @staticmethod
     def of(step: StepContext, rows: StockRows, size: int) -> _Chunks:
-        """Return the chunks of ``rows``, with ends at multiples of ``size`` tokens in each request, as in the
-        whole batch: chunk ends affect the bits of results."""
+        """Return the chunks of ``rows``, with ends at multiples of ``size`` tokens in each request.  The
+        whole batch has the same ends, because chunk ends affect the bits of results."""
         computed = rows.computed[rows.decodes :]
         if not computed:
             return _Chunks()
