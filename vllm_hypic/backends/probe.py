@@ -6,8 +6,8 @@ outputs, so nothing but rotations depends on positions.  Two equal runs may diff
 atomics of some MoE kernels; "equals" between runs allows a difference of that size.  For every layer:
 
 * K(p) equals K(0): the layer is NoPE;
-* K(p) is its rope's output, and our rotation and its inverse map the rope's input to K(p) and back: the layer
-  is linked to the rope;
+* K(p) is its rope's output, and our rotation and its inverse map the rope's input to K(p) and back: the probe
+  links the rope;
 * in any other case, the layer is refused with the reason.
 """
 
