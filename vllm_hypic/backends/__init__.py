@@ -1,1 +1,1 @@
-"""What runs inside the model: attention backend, rotary embeddings, linear layers and their ops."""
+"""Code that runs inside the model: attention backends, rotary embeddings, linear layers and operators."""

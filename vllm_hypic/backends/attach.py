@@ -1,4 +1,4 @@
-"""Start-up: checks that every layer can take part in PIC and links layers, ropes and pool."""
+"""Start-up: this module checks that PIC can serve every layer, and links layers, ropes and pool."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hypic.attach")
 
 READS_OTHERS = "attention over the KV of another layer"
-"""What the log and ``vllm-hypic check`` call layers without a cache of their own."""
+"""The name in the log and in ``vllm-hypic check`` for layers that have no KV cache themselves."""
 
 
 def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], HypicRuntime]) -> str:
-    """Link a loaded model to the pool that ``start`` allocates; returns a line that says what was found.
+    """Link a loaded model to the pool that ``start`` allocates; return a line that counts the layers by kind.
 
-    Raises :class:`Unsupported` naming the first layer that PIC cannot serve and the reason.
+    Raises :class:`Unsupported`, with the first layer that PIC cannot serve and the reason.
     """
     layers = runner.compilation_config.static_forward_context
     architecture = runner.model_config.architecture
@@ -48,7 +48,7 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
     runtime = start(runner.device)
     _link(runner, layers, impls, ropes, runtime)
     for impl in readers.values():
-        # Whose K and V a layer reads, by whose rope they are rotated: everything is the owner's.
+        # The owner of the cache wrote K and V and rotated K by its own rope, so readers share its link.
         impl.link = impls[impl.kv_sharing_target_layer_name].link
     kinds = Counter(
         f"{attention_kind(layers[a.layer], a)} ({_rope_kind(ropes[a.layer])})" for a in geometry.attention
@@ -59,13 +59,13 @@ def attach(runner: Any, geometry: PoolGeometry, start: Callable[[torch.device], 
 
 
 def cache_owner(layer: object) -> str | None:
-    """The name of the layer whose KV cache this one reads; ``None``: it has its own, or none."""
+    """Return the name of the other layer whose KV cache ``layer`` reads; ``None``: no other layer's."""
     owner: str | None = getattr(layer, "kv_sharing_target_layer_name", None)
     return owner
 
 
 def attention_kind(layer: AttentionLayerBase, geometry: AttentionGeometry) -> str:
-    """What the log and ``vllm-hypic check`` call a layer that is served: by the columns that its rows see."""
+    """Return the kind of a served layer, for the log and ``vllm-hypic check``: full, windowed or latent."""
     if isinstance(geometry, LatentGeometry):
         return "latent attention"
     window = getattr(layer, "sliding_window", None)
@@ -73,9 +73,9 @@ def attention_kind(layer: AttentionLayerBase, geometry: AttentionGeometry) -> st
 
 
 def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
-    """Why PIC cannot serve this layer of a model of class ``architecture``, or ``None``.
+    """Return why PIC cannot serve this layer of a model of class ``architecture``, or ``None``.
 
-    Asked of every layer that has a cache or reads another's, so that none is passed over.
+    :func:`attach` checks every layer that has a cache or reads another layer's cache.
     """
     kind = type(layer).__name__
     if isinstance(layer, LinearLayer):
@@ -97,12 +97,13 @@ def layer_refusal(layer: AttentionLayerBase, architecture: str) -> str | None:
 
 
 def _require_own_graph(runner: Any, geometry: PoolGeometry) -> None:
-    """A compiled model must have been traced with our layers, not be taken from a cache of stock vLLM's."""
+    """Raise :class:`Unsupported` if the compiled model came from stock vLLM's compile cache and omits our
+    linear layers."""
     if runner.compilation_config.mode == CompilationMode.NONE or not geometry.linear:
         return
     layers = runner.compilation_config.static_forward_context
     if not any(layers[g.layer].hypic_reached for g in geometry.linear):
-        # vLLM's own warm-up compiles the model, but may be switched off.
+        # vLLM's own warm-up compiles the model, but options can disable this warm-up.
         run_model(runner, torch.zeros(PROBE_TOKENS, dtype=torch.int64), skip_compiled=False)
     passed_by = [g.layer for g in geometry.linear if not layers[g.layer].hypic_reached]
     if passed_by:
@@ -124,7 +125,7 @@ def _link(
         if runtime.pool.kv[name].key.dtype == FP8:
             runtime.pool.scale(name, layers[name]._k_scale_float, layers[name]._v_scale_float)
         impl.connect(layers[name], AttentionLink(runtime, runtime.pool.kv[name], ropes[name]))
-        if device == "cpu":  # elsewhere the layer itself refuses
+        if device == "cpu":  # on other devices, `refusal` has checked the kernels
             _warn_of_refusal("attention", span_attention.refuses(impl.head_size, device))
     for name in runtime.pool.linear:
         reason = layers[name].kernel_refusal()
@@ -138,9 +139,9 @@ def _link(
 
 
 def _warn_of_refusal(kind: str, reason: str | None) -> None:
-    """Log, once for all layers alike, that the C++ kernels refuse layers of this ``kind``.
+    """Log once per ``kind`` of layer and ``reason`` that the C++ kernels refuse such layers.
 
-    Where no layer has kernels, the line of ``extension.describe`` says so.
+    If the kernels are missing altogether, the log line of ``extension.describe`` reports that instead.
     """
     if reason is not None and reason != extension.missing():
         logger.warning_once("hypic: %s runs in PyTorch, several times slower: %s", kind, reason)

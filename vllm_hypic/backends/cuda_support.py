@@ -1,6 +1,7 @@
-"""The CUDA path: what an engine may not ask for, said before weights are read, with the reason and the way
-out; and the device memory that its operators take, of which vLLM's profile run, having no rows of ours, sees
-nothing."""
+"""The CUDA path: refusals of engine options, and the device memory that our operators take.
+
+Refusals come before vLLM reads weights, with a reason and a remedy.  vLLM's profile run has no composed rows,
+so it does not measure our operators."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""What FlashAttention takes."""
+"""The model dtypes that FlashAttention supports."""
 DRAFTING_MODELS = ("draft_model", "eagle", "eagle3", "mtp")
-"""Methods of speculative decoding by a model, of those that are served on CPU."""
+"""The served methods of speculative decoding in which a model drafts: a subset of the CPU's methods."""
 CAPABILITY = (8, 0)
-"""Oldest GPU that FlashAttention runs on."""
+"""Lowest compute capability, major and minor, that FlashAttention supports."""
 FLASHINFER_HEADS = (128, 128)
-"""Sizes of K and V that FlashInfer's prefill of gated delta nets is made for."""
+"""The only head sizes of K and V that FlashInfer's prefill of gated delta nets supports."""
 
 
 def refusal(config: VllmConfig) -> str | None:
-    """The first thing in an engine's complete configuration that the CUDA path does not serve, or ``None``.
+    """Return the first refusal of an engine's complete configuration by the CUDA path, or ``None``.
 
-    What only a loaded model shows (soft-caps, shared caches, head sizes) is refused when its layers are
-    linked.
+    Properties that only a loaded model shows (soft-caps, shared caches, head sizes) are checked when
+    ``attach`` links its layers.
     """
     for check in (_device, _parallelism, _model, _drafts, _caches, _execution):
         for reason in check(config):
@@ -137,7 +138,7 @@ def _execution(config: VllmConfig) -> Iterator[str]:
             "are made for heads of 128 and write past the end of others; use 'triton'"
         )
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
-        # vLLM sets it itself where a model, or VLLM_BATCH_INVARIANT=1, is better off with it.
+        # vLLM itself sets this variable for some models and for VLLM_BATCH_INVARIANT=1.
         yield (
             "VLLM_USE_BREAKABLE_CUDAGRAPH=1: the plugin was never run in such graphs, and not all of its "
             "operators break them; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
@@ -147,10 +148,10 @@ def _execution(config: VllmConfig) -> Iterator[str]:
 
 
 def choose_gdn_prefill(config: VllmConfig) -> None:
-    """Have vLLM prefill gated delta nets with Triton where FlashInfer's kernels do not fit.
+    """Make vLLM prefill gated delta nets with Triton if FlashInfer's kernels do not support the head sizes.
 
-    Left alone it takes FlashInfer's on Hopper whatever the size of the heads, and on Blackwell without a look
-    at those of V; they are made for 128.
+    By default, vLLM takes FlashInfer's kernels, made for size 128, on Hopper for any head size.  On
+    Blackwell, vLLM ignores the size of V.
     """
     sizes = _gdn_heads(config)
     if sizes is not None and sizes != FLASHINFER_HEADS and _gdn_backend(config) == "auto":
@@ -165,15 +166,17 @@ def _gdn_backend(config: VllmConfig) -> str:
 
 
 def _gdn_heads(config: VllmConfig) -> tuple[int, int] | None:
-    """Sizes of K and V of gated delta nets' heads; ``None``: the model has none."""
+    """Return the sizes of K and V in the heads of gated delta nets; ``None``: the model has no such nets."""
     text = config.model_config.hf_text_config
     sizes = tuple(getattr(text, f"linear_{half}_head_dim", None) for half in ("key", "value"))
     return None if sizes == (None, None) else sizes  # type: ignore[return-value]
 
 
 def scratch_bytes(layers: Iterable[object], rows: int, dtype: torch.dtype) -> int:
-    """Bytes beside the pool that a pass of ``rows`` token rows takes at most in one layer, for layers run one
-    after the other, and that interiors carry between passes in all of them.
+    """Return the most bytes that a pass of ``rows`` token rows in ``dtype`` takes beside the pool.
+
+    Layers run one after another, so the sum has the largest working memory of a layer.  The sum also has the
+    memory that interiors carry between passes in all layers.
     """
     from .attention.cuda import HypicCUDAAttentionImpl
     from .attention.cuda_mla import CUDALatentAttention

@@ -1,15 +1,14 @@
 """Start-up probe: which rotary embedding does each attention layer really use?
 
-A rope attribute does not mean that a layer uses it, layers share ropes, some rotate other parts.  So
-the whole model runs on a few tokens, attention outputs zeroed, twice at positions 0 and once at scattered
-positions.  With zeroed attention outputs nothing else depends on positions.  Where two equal runs differ, as
-with the atomics of some MoE kernels, by so much others may, too: that is what "equals" means between runs.
-Hence for every layer
+A layer may have a rope attribute without using it, share a rope, or rotate other parts.  So the whole
+model runs on a few tokens, twice at positions 0 and once at scattered positions.  The probe zeroes attention
+outputs, so nothing but rotations depends on positions.  Two equal runs may differ, for instance by the
+atomics of some MoE kernels; "equals" between runs allows a difference of that size.  For every layer:
 
-* K(p) equals K(0) and no rope was called:  NoPE;
-* K(p) is what its rope returned, equals our rotation of the K that the rope got, and undoing that rotation
-  gives the latter back:  linked;
-* anything else: refused, with the reason.
+* K(p) equals K(0): the layer is NoPE;
+* K(p) is its rope's output, and our rotation and its inverse map the rope's input to K(p) and back: the probe
+  links the rope;
+* in any other case, the layer is refused with the reason.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 8
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
-"""Allowed error of our rotation and of its inverse relative to the largest element: rounding of the dtype."""
+"""Largest error of our rotation and its inverse, relative to the largest element: the dtype's rounding."""
 
 _NOISE = 4
-"""Allowed difference of two equal runs, in units of that.  A rotation by scattered positions changes K by
-about its size."""
+"""Largest difference of two equal runs, in units of the tolerance.  A rotation by scattered positions changes
+K by about the size of K."""
 _SPREAD = 4
-"""Largest difference of two equal runs, in units of that of two others."""
+"""Largest difference between a run and an equal run, in units of the difference of two other equal runs."""
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One attention call: the K it got and, if a rope ran just before it, that rope's raw and rotated K."""
+    """One attention call: its K and, if a rope ran just before the call, that rope's raw and rotated K."""
 
     key: torch.Tensor
     rope: RopeTap | None
@@ -52,15 +51,15 @@ class _Call:
 
 
 class Unsupported(ConfigError):
-    """A model that PIC cannot serve: the message says which layer and why."""
+    """The error for a model that PIC cannot serve; its message names the layer and the reason."""
 
 
 def link_ropes(
     runner: Any, impls: Mapping[str, LinkedAttention[Any]], readers: Mapping[str, LinkedAttention[Any]]
 ) -> dict[str, RopeTap | None]:
-    """The rope of every attention layer of ``impls`` (``None``: NoPE).  Raises :class:`Unsupported`.
+    """Return the rope of every attention layer of ``impls`` (``None``: NoPE).  Raises :class:`Unsupported`.
 
-    ``readers``: the layers that read the caches of others: no K of theirs is rotated.
+    ``readers``: the layers that read other layers' caches, and whose own K no rope rotates.
     """
     ropes = [m for model in _models(runner) for m in model.modules() if isinstance(m, RopeTap)]
     limit = min([runner.max_model_len, *(len(r.cos_sin_cache) for r in ropes if hasattr(r, "cos_sin_cache"))])
@@ -74,14 +73,14 @@ def link_ropes(
 def _observe(
     runner: Any, impls: Mapping[str, LinkedAttention[Any]], ropes: list[RopeTap], positions: torch.Tensor
 ) -> dict[str, _Call]:
-    """Run the model once and record what reached each attention layer."""
+    """Run the model once and return the attention call of each layer that received K."""
     observer = _Observer()
     for rope in ropes:
         rope.hypic_probe = observer.rope
     layers = runner.compilation_config.static_forward_context
     ends = [impl.watch(layers[name], partial(observer.attention, name)) for name, impl in impls.items()]
     try:
-        run_model(runner, positions, skip_compiled=True)  # compiled graphs have no taps
+        run_model(runner, positions, skip_compiled=True)  # compiled graphs do not call the probe
     finally:
         for rope in ropes:
             rope.hypic_probe = None
@@ -91,14 +90,14 @@ def _observe(
 
 
 def _models(runner: Any) -> list[torch.nn.Module]:
-    """The loaded model, and the one that drafts for it."""
+    """Return the loaded model, and the draft model if there is one."""
     drafting = getattr(getattr(runner, "drafter", None), "model", None)
     return [runner.get_model(), *([] if drafting is None else [drafting])]
 
 
 def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> None:
-    """Run the loaded models on :data:`PROBE_TOKENS` tokens at ``positions [PROBE_TOKENS]``, no attention
-    metadata set: caches and states are neither read nor written."""
+    """Run the loaded models on :data:`PROBE_TOKENS` tokens at ``positions [PROBE_TOKENS]``, without attention
+    metadata: the models neither read nor write caches and states."""
     from vllm.forward_context import set_forward_context
 
     input_ids = torch.arange(PROBE_TOKENS, device=runner.device) % runner.model_config.get_vocab_size()
@@ -108,7 +107,7 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
     context = set_forward_context(
         None, runner.vllm_config, num_tokens=PROBE_TOKENS, skip_compiled=skip_compiled
     )
-    # With adapters each pass says which of its tokens have one: none.
+    # An engine with LoRA adapters needs an adapter mapping for each pass: no probe token has an adapter.
     no_adapters = runner.maybe_select_dummy_loras(runner.lora_config, np.array([PROBE_TOKENS]))
     with torch.inference_mode(), context, no_adapters:
         runner.get_model()(
@@ -125,8 +124,9 @@ def run_model(runner: Any, positions: torch.Tensor, *, skip_compiled: bool) -> N
 
 
 def _from_stage_before(runner: Any) -> Any:
-    """What a pipeline stage without embeddings gets in place of hidden states: different rows, the same on
-    every rank and in every call."""
+    """Return the inputs of a pipeline stage without embeddings; ``None`` for the first stage.
+
+    Rows differ from each other; every rank and every call gets the same values."""
     from vllm.distributed import get_pp_group
 
     if get_pp_group().is_first_rank:
@@ -141,7 +141,7 @@ def _from_stage_before(runner: Any) -> Any:
 
 
 class _Observer:
-    """Pairs the K of each attention layer with the rope call just before it."""
+    """A recorder that pairs the K of each attention layer with the rope call just before that layer."""
 
     def __init__(self) -> None:
         self.calls: dict[str, _Call] = {}
@@ -160,8 +160,9 @@ class _Observer:
 def _link(
     name: str, zero: _Call | None, again: _Call | None, moved: _Call | None, positions: torch.Tensor
 ) -> RopeTap | None:
-    """The layer's rope, by what reached it in two equal runs, ``zero`` and ``again``, and at
-    ``positions``."""
+    """Return the layer's rope, or ``None`` for NoPE.  Raises :class:`Unsupported`.
+
+    ``zero``, ``again``: calls of two equal runs at position 0; ``moved``: the call at ``positions``."""
     if zero is None or again is None or moved is None:
         raise Unsupported(
             f"hypic: layer {name} was not reached by the start-up probe, so its rotary embedding is unknown"
@@ -173,7 +174,7 @@ def _link(
             "embedding beside it"
         )
     if _alike(moved.key, zero.key, again.key):
-        return None  # NoPE: whatever ran before it, K does not depend on positions
+        return None  # NoPE: K does not depend on positions, even if a rope ran before the layer
     rope, raw, rotated = moved.rope, moved.raw, moved.rotated
     if rope is None or raw is None or rotated is None:
         raise Unsupported(f"hypic: layer {name} rotates K by a rotary embedding that the plugin cannot tap")
@@ -199,12 +200,12 @@ def _link(
 
 
 def _alike(moved: torch.Tensor, zero: torch.Tensor, again: torch.Tensor) -> bool:
-    """Whether a run differs from an equal one by no more than such runs do: by nothing, where these are
-    equal."""
+    """Return whether ``moved`` differs from ``zero`` by at most :data:`_SPREAD` times the difference between
+    ``again`` and ``zero``."""
     return torch.equal(moved, zero) or _error(moved, zero) <= _SPREAD * _error(again, zero)
 
 
 def _error(ours: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference, relative to the largest element."""
+    """Return the largest absolute difference, relative to the largest absolute element of ``wanted``."""
     difference = (ours.float() - wanted.float()).abs().max()
     return float(difference / wanted.float().abs().max().clamp_min(1e-6))

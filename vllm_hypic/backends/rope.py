@@ -1,8 +1,8 @@
 """Out-of-tree rotary embeddings: stock code that the start-up probe can watch.
 
-One subclass per descendant of ``RotaryEmbeddingBase``, because vLLM looks replacements up by exact
-class name.  Rotation itself is never ours: positions were rewritten at the model's input, so the
-stock code rotates every row right.
+Each descendant of ``RotaryEmbeddingBase`` has one subclass, because vLLM looks replacements up by exact class
+name.  Stock code does the rotation: the plugin rewrites positions at the model's input, so stock code rotates
+every row correctly.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 REFUSED = frozenset({"DualChunkRotaryEmbedding"})
-"""Classes that produce several rotated copies of K at once."""
+"""Names of classes that the plugin does not tap, because these return several rotated copies of K at once."""
 
 
 class RopeTap:
-    """Mixin: while probing, tells of K before and after the stock rotation.
+    """Mixin that reports K before and after the stock rotation while the start-up probe runs.
 
-    Otherwise it hands over to stock code; compiled graphs, traced then, hold that alone.
+    Without a probe, ``forward`` calls stock code alone, so compiled graphs contain nothing else.
     """
 
     hypic_probe: Callable[[RopeTap, torch.Tensor, torch.Tensor], None] | None = None
-    """While probing: told of every call outside compiled graphs: (rope, unrotated K, rotated K)."""
+    """Function that the probe sets; it receives (rope, unrotated K, rotated K) outside compiled graphs."""
 
     def forward(
         self,
@@ -44,7 +44,7 @@ class RopeTap:
 
 
 def register_rope_taps() -> None:
-    """Register one tapped subclass per rotary class.  May run any number of times."""
+    """Register one tapped subclass per rotary class.  Repeated calls are safe."""
     import vllm.model_executor.layers.rotary_embedding as package
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase

@@ -1,1 +1,1 @@
-"""Attention of a layer under PIC: stock kernels for the private part, span attention for the public one."""
+"""Attention layers under PIC: stock kernels compute the private part, span attention the public part."""

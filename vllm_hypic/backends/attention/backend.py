@@ -1,4 +1,4 @@
-"""What the attention backend's name stands for on this platform: vLLM looks the class up here."""
+"""The attention backend of this platform, which vLLM imports from here by name."""
 
 from __future__ import annotations
 

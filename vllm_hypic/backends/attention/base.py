@@ -1,9 +1,9 @@
-"""Attention of a layer under PIC: what the backends of all platforms share.
+"""Attention of a layer under PIC: the code that the backends of all platforms share.
 
-The stock kernel runs over the whole batch, unchanged, but where every row is replaced
-(:class:`~vllm_hypic.pool.step.AttentionRows`).  For other composed rows its result is the private part; the
-public part comes from the pool and both merge by log-sum-exp.  Segment requests run stock and have their V,
-and their K with its rotation undone, copied into the pool.
+The stock kernel runs over the whole batch, unchanged, except in passes where every row is replaced
+(:class:`~vllm_hypic.pool.step.AttentionRows`).  For composed rows that are not replaced, the stock result is
+the private part.  Span attention computes the public part from the pool, and log-sum-exp merges both parts.
+Segment requests run stock; :meth:`PublicAttention.capture` copies their V and unrotated K into the pool.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AttentionLink:
-    """What one attention layer needs for PIC, found by the start-up probe.
+    """The parts of PIC that one attention layer uses: runtime, pool tensors and rotary embedding.
 
-    ``rope`` is ``None`` for NoPE layers.
+    ``rope``: the embedding that the start-up probe finds; ``None`` for NoPE layers.
     """
 
     runtime: HypicRuntime
@@ -33,7 +33,7 @@ class AttentionLink:
     rope: RopeTap | None
 
     def table(self) -> torch.Tensor | None:
-        """The layer's cos/sin table ``[positions, rotary_dim]``, mscale included."""
+        """Return the layer's cos/sin table ``[positions, rotary_dim]``, mscale included; ``None``: NoPE."""
         return None if self.rope is None else self.rope.cos_sin_cache  # type: ignore[attr-defined]
 
     @property
@@ -50,34 +50,34 @@ else:
 
 
 class LinkedAttention(Generic[LinkT]):
-    """Mixin before any stock implementation whose layers take part in PIC."""
+    """Mixin that stands before a stock implementation and lets its layers take part in PIC."""
 
     head_size: int
     link: LinkT | None = None
-    """Set at start-up; ``None``: stock.  A layer that reads another's cache has that layer's."""
+    """The link that start-up sets; ``None`` runs stock code.  Layers with one KV cache share one link."""
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
-        """Take part in PIC from now on.  ``layer``: the module whose cache, allocated, this serves."""
+        """Make the layer take part in PIC from now on.  ``layer``: the module, with an allocated KV cache."""
         raise NotImplementedError
 
     def refusal(self, layer: Any) -> str | None:
-        """Why this cannot take part in PIC, or ``None``.
+        """Return why the layer cannot take part in PIC, or ``None``.
 
-        ``layer``: the module that it serves, whose cache need not be allocated yet.
+        ``layer``: the module that this implementation serves; its cache need not be allocated yet.
         """
         raise NotImplementedError
 
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
-        """Have ``tell`` told of the K that reaches ``layer`` in passes without attention metadata outside
-        compiled graphs; returns what ends that."""
+        """Call ``tell`` with the K that reaches ``layer``, in passes without attention metadata outside
+        compiled graphs.  Return a function that ends this."""
         raise NotImplementedError
 
 
 class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
-    """Mixin before a stock implementation; with a link, also captures segments and reads public K and V."""
+    """Mixin before a stock implementation; with a link, it captures segments and reads public K and V."""
 
     hypic_probe: Callable[[torch.Tensor | None], None] | None = None
-    """While probing: told the K that reached this layer."""
+    """Function that receives the K of this layer while the start-up probe runs."""
 
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
         self.hypic_probe = tell
@@ -88,19 +88,19 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         return end
 
     def window(self) -> int | None:
-        """Tokens of a sliding window; ``None``: all."""
+        """Return the sliding window in tokens; ``None`` without a window."""
         raise NotImplementedError
 
     def has_quantised_cache(self) -> bool:
         raise NotImplementedError
 
     short = 0
-    """Where a request that generates has at most so many tokens in vLLM's cache, stock does not serve it."""
+    """Most tokens in vLLM's cache with which a request that decodes is served without the stock kernel."""
     serves_soft_caps = False
-    """Whether layers whose scores have a soft-cap take part."""
+    """Whether PIC serves layers whose scores have a soft-cap."""
     serves_quantised_cache = False
     serves_shared_kv = False
-    """Whether layers that read another layer's cache, with no K and V of their own, do."""
+    """Whether PIC serves layers that read another layer's KV cache and have no K and V themselves."""
 
     def refusal(self, layer: Any) -> str | None:
         if self.logits_soft_cap and not self.serves_soft_caps:
@@ -125,7 +125,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Same contract as the stock implementation."""
+        """Compute attention into ``output``, with the contract of the stock implementation."""
         if attn_metadata is None and self.hypic_probe is not None:
             self.hypic_probe(None if key is None else key.clone())
             return output.zero_()
@@ -151,9 +151,9 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         return output
 
     def capture(self, link: LinkT, captured: CapturedRows, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy interior rows of segment requests into the pool, K with its rotation undone.
+        """Copy the interior rows of segment requests into the pool, with K unrotated.
 
-        ``key``, ``value [tokens, kv_heads, head_size]``, K rotated.
+        ``key``, ``value``: ``[tokens, kv_heads, head_size]``, K rotated.
         """
         raise NotImplementedError
 
@@ -167,7 +167,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Merge the public part into ``output`` of all composed rows, in place."""
+        """Merge the public part into the rows of ``output`` that ``public`` names, in place."""
         raise NotImplementedError
 
     def replace(
@@ -179,5 +179,5 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
-        """Replace ``output`` of rows that stock does not serve, in place: private and public part."""
+        """Write private and public part to the rows of ``output`` that stock does not serve, in place."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""Attention backend on CUDA: vLLM's FlashAttention for everything private, Triton for the public part.
+"""Attention backend on CUDA: vLLM's FlashAttention computes the private part, Triton the public part.
 
-FlashAttention runs over the whole batch as it is, so plain rows have stock bits.  Versions 2 and 3 leave
-their log-sum-exp (``patches/cuda_kept_lse.py``); version 4, and layers with sinks, are called once more, for
-the composed rows alone.  It measures windows in the stream, where what records serve is missing: rows from
-which a window hides something have their private part from Triton, too.
+FlashAttention runs over the whole batch, unchanged, so plain rows get stock bits.  A patch keeps the
+log-sum-exp of versions 2 and 3 (``patches/cuda_kept_lse.py``).  With version 4 or sinks, a second call for
+the composed rows alone returns it.  FlashAttention measures windows in the stream, which lacks the tokens
+that records serve.  Triton therefore also computes the private part of rows that a window cuts.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
     from ...pool.step import CapturedRows, PublicRows, ReplacedRows, StepContext
 
 MAX_HEAD_SIZE = 256
-"""Largest head of FlashAttention 2, which every supported GPU has."""
+"""Largest head size of FlashAttention 2, which runs on every supported GPU."""
 
 
 class HypicFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Full CUDA graphs hold stock code alone: none of mixed batches, where rows of ours may be.
+    """Metadata builder that keeps mixed batches out of full CUDA graphs, which hold stock code alone.
 
-    vLLM then takes piecewise graphs for those, or none, and leaves decoding its full graphs; the model runner
-    keeps decode passes with rows of ours out of them.
+    Mixed batches may contain composed rows: vLLM runs such batches with piecewise graphs or without graphs.
+    Decode passes keep full graphs; the model runner keeps decode passes with composed rows out of these.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
 class HypicCUDAAttentionBackend(FlashAttentionBackend):
-    """vLLM's FlashAttention with a public part."""
+    """vLLM's FlashAttention plus span attention over records."""
 
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
         "auto",
@@ -106,15 +106,15 @@ class HypicCUDAAttentionBackend(FlashAttentionBackend):
 
 @dataclass(frozen=True)
 class CUDAAttentionLink(AttentionLink):
-    """``ops``: the operators of ``ops.span_attention.triton.operators``; ``scales``: of a layer whose query,
-    vLLM's cache and records are FP8."""
+    """The link of one attention layer on CUDA.  ``ops``: the module ``ops.span_attention.triton.operators``;
+    ``scales``: the scales of a layer with query, cache and records in FP8, ``None`` for all other layers."""
 
     ops: ModuleType
     scales: Scales | None = None
 
 
 class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionImpl):
-    """Stock FlashAttention; with a link, also captures segments and reads public K and V."""
+    """Stock FlashAttention; with a link, it also captures segments and reads public K and V."""
 
     serves_quantised_cache = True
 
@@ -155,11 +155,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         return super().refusal(layer)
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
-        # A result in float32 stands beside parts of it, or what becomes of it in the model's dtype: one
-        # of a second call of FlashAttention and the rows of the query it is for take no more, and are gone
-        # before.  Four log-sum-exps of a row are the most that there are, with sinks.  A query in FP8 is read
-        # in the model's dtype.
+        """Return the bytes that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
+        # The peak is a float32 result beside its partial results, or beside its copy in the model's dtype.
+        # The query rows and the result of a second FlashAttention call take no more, and are freed before.
+        # With sinks, a row has at most four log-sum-exps.  An FP8 query is converted to the model's dtype.
         elements = rows * self.num_heads * self.head_size
         floats = elements + 4 * rows * self.num_heads
         query = elements * dtype.itemsize if self.has_quantised_cache() else 0
@@ -167,19 +166,19 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
 
     @property
     def lse_version(self) -> int | None:
-        """The FlashAttention that is asked for the log-sum-exp: FA4's kernels for heads of 256 are not known
-        to return it, and FA2 runs wherever FA4 does."""
+        """The FlashAttention version that the second call uses.  FA2 stands in for FA4: FA4's kernels for
+        heads of 256 may not return the log-sum-exp, and FA2 runs wherever FA4 runs."""
         return 2 if self.vllm_flash_attn_version == 4 else self.vllm_flash_attn_version
 
     @property
     def keeps_lse(self) -> bool:
-        """Whether the stock call's log-sum-exp is what is needed here.  FA4 computes it only when asked, by
-        kernels of their own; whether FA3's has the sinks in it depends on how it divides the work."""
+        """Whether the merge can use the log-sum-exp of the stock call.  FA4 computes it on demand alone, in
+        separate kernels.  FA3's includes the sinks or not, depending on how FA3 divides the work."""
         return self.vllm_flash_attn_version in (2, 3) and self.sinks is None
 
     @property
     def decodes_in_fixed_shapes(self) -> bool:
-        """Whether what this launches in a pass that decodes can be recorded once and replayed."""
+        """Whether a CUDA graph can record this layer's launches of a decode pass once and replay them."""
         return self.keeps_lse and self.window() is None
 
     def forward(
@@ -194,7 +193,7 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Same contract as the stock implementation."""
+        """Compute attention into ``output``, with the contract of the stock implementation."""
         given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         link = self.link
         if link is None or link.runtime.step is None or attn_metadata is None or not self.keeps_lse:
@@ -212,8 +211,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         return output
 
     def _decode_plans(self, link: CUDAAttentionLink, output: torch.Tensor) -> FixedPlans | None:
-        """Plans of fixed shapes, written, for a pass that decodes into ``output``; ``None``: there are none
-        for this pass."""
+        """Return the plans of fixed shapes for a decode pass into ``output``, filled for this pass; ``None``:
+        fixed plans do not serve this pass."""
         step = link.runtime.step
         if step is None or step.decoding is None or not self.decodes_in_fixed_shapes:
             return None
@@ -222,8 +221,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
     def _add_decoded(
         self, link: CUDAAttentionLink, plans: FixedPlans, query: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Merge the public part into ``output`` by launches that are the same in each pass of so many rows:
-        nothing here depends on requests, nor waits, copies or looks at what is on the device."""
+        """Merge the public part into ``output``, by launches that are equal in all passes with equally many
+        rows.  No launch depends on requests, and no statement waits for, copies or reads device memory."""
         assert KEPT.lse is not None, "the stock call left no log-sum-exp"
         plan = plans.plan(KEPT.lse.shape[1])
         self._merge_public(link, [SpanPiece(plan, slice(None))], query.to(output.dtype), output, KEPT.lse.t())
@@ -292,8 +291,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         output: torch.Tensor,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of a piece over vLLM's own cache into ``rows [n]`` int64 of ``output``; returns its
-        log-sum-exp ``[n, heads]`` float32.  Sinks are counted in both."""
+        """Write a piece's attention over vLLM's own cache to ``rows [n]`` int64 of ``output``.  Return the
+        log-sum-exp ``[n, heads]`` float32.  Sinks count in both results."""
         scales = (1.0, 1.0) if link.scales is None else (link.scales.key, link.scales.value)
         halves, scale = self.halves(kv_cache), self.query_scale(link)
         out, lse = link.ops.attend(
@@ -314,8 +313,8 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         output: torch.Tensor,
         private_lse: torch.Tensor,
     ) -> None:
-        """Add the public part to the pieces' rows of ``output``, whose private log-sum-exp is
-        ``[rows, heads]`` float32."""
+        """Merge the public part into the pieces' rows of ``output``, in place.  ``private_lse``: log-sum-exp
+        of the private part, ``[rows, heads]`` float32."""
         pool, scale = link.public, self.query_scale(link)
         given = query, pool.key, pool.value, link.table(), link.neox
         for piece in pieces:
@@ -326,15 +325,15 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         return self.num_heads, self.num_kv_heads, self.head_size, query.dtype
 
     def halves(self, kv_cache: torch.Tensor) -> list[torch.Tensor]:
-        """K and V ``[blocks, block_size, kv_heads, size]`` of ``kv_cache [blocks, kv_heads, block_size, 2 *
-        size]``, whose bytes may be of FP8."""
+        """Return views of K and V, each ``[blocks, block_size, kv_heads, size]``.  ``kv_cache [blocks,
+        kv_heads, block_size, 2 * size]`` holds bytes of FP8 numbers if it is quantised."""
         if self.has_quantised_cache():
             kv_cache = kv_cache.view(FP8)
         halves = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return [canonicalize_singleton_dim_strides(half) for half in halves]
 
     def query_scale(self, link: CUDAAttentionLink) -> float:
-        """What scores are multiplied by, of numbers of the query as they stand in FP8."""
+        """Return the factor of the scores; with FP8, it includes the scale of the query."""
         return self.scale if link.scales is None else self.scale * link.scales.query
 
     def private_lse(
@@ -346,16 +345,16 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         step: StepContext,
         public: PublicRows,
     ) -> torch.Tensor:
-        """Log-sum-exp ``[rows, heads]`` float32 of the rows' attention over vLLM's own cache, sinks included.
+        """Return the log-sum-exp ``[rows, heads]`` float32 of attention over vLLM's cache, sinks included.
 
         ``query [tokens, heads, size]``; ``kv_cache [blocks, kv_heads, block_size, 2 * size]``.
         """
         if KEPT.lse is not None:
-            # Aligned, as launches are specialised on that.
+            # The copy is aligned, because Triton specialises launches on alignment.
             return columns_of(KEPT.lse, token_rows(step, public)).t()
         private = PrivateRows.of(step, public)
         key_cache, value_cache = self.halves(kv_cache)
-        # No window: it would hide nothing from these rows, or they were replaced.
+        # No window argument: the window hides nothing from these rows, else `replace` would serve them.
         _, lse = flash_attn.flash_attn_varlen_func(
             q=rows_of(query, private.rows),
             k=key_cache,

@@ -1,5 +1,5 @@
-"""What attention layers on CUDA read in passes that decode: in memory that stays where it is, so that such
-passes can be CUDA graphs."""
+"""Attention plans for decode passes on CUDA, at fixed memory addresses, so that CUDA graphs can replay such
+passes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class DecodePlans:
-    """Plans of fixed shapes of a worker's layers, one for each kind of heads.
+    """The plans of fixed shapes that a worker's layers share, one per :data:`~.cuda_rows.Heads` value.
 
-    ``most``: rows of the largest pass that decodes, 0 until the worker says so.
+    ``most``: rows of the largest decode pass; 0 until the worker sets it.
     """
 
     def __init__(self) -> None:
@@ -26,20 +26,20 @@ class DecodePlans:
         self._made: dict[Heads, FixedPlans] = {}
 
     def fit(self, decoding: Decoding) -> bool:
-        """Whether there is room for a pass: rows, and public columns in so many rows."""
+        """Return whether the plans have room for the rows and the public columns of a pass."""
         rows = len(decoding.requests)
         return rows <= self.most and decoding.columns <= most_columns(rows)
 
     def made(self, heads: Heads, device: torch.device) -> FixedPlans:
-        """Plans for layers with such heads."""
+        """Return the plans for layers with these heads, allocated at the first call."""
         if heads not in self._made:
             self._made[heads] = FixedPlans(self.most, *heads, device)
         return self._made[heads]
 
     def written(self, step: StepContext, heads: Heads) -> FixedPlans | None:
-        """Plans of the pass, which decodes, for layers with such heads; ``None``: there is no room for it.
+        """Return the plans of a decode pass for layers with these heads; ``None``: the pass does not fit.
 
-        Contents are written when the requests have changed, else nothing is done.
+        The method writes the plans' contents only if the requests have changed since the last call.
         """
         decoding = step.decoding
         assert decoding is not None
@@ -52,5 +52,5 @@ class DecodePlans:
         return plans
 
     def write(self, step: StepContext) -> bool:
-        """The same for all layers, before a graph is replayed; whether there is room for the pass."""
+        """Write the plans of all layers before a graph is replayed; return whether the pass fits."""
         return all([self.written(step, heads) is not None for heads in self._made])

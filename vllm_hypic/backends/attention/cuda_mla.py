@@ -1,11 +1,11 @@
-"""Multi-head latent attention (MLA) on CUDA: vLLM's own backend for plain rows, Triton for composed ones.
+"""Multi-head latent attention (MLA) on CUDA: vLLM's own backend serves plain rows, Triton composed rows.
 
-Which backend serves latents is vLLM's choice (``patches/cuda_backend_choice.py``).  Classes of ours are made
-of the one that it chooses, so plain rows have its bits.  All that are served keep a row ``[c | k_pe]`` a
-token, and two of them decode short prefills, too: rows that see public columns are in either stock call.
+vLLM chooses the MLA backend (``patches/cuda_backend_choice.py``).  This module derives its classes from the
+chosen backend, so plain rows get that backend's bits.  Every served backend stores one row ``[c | k_pe]`` per
+token.  Two backends run short prefills in the decode call, so both stock calls may have composed rows.
 
-Segments are captured from vLLM's cache when its rows are in it: what writes them there may be inside a CUDA
-graph, where nothing of ours runs.
+Segments are captured from vLLM's cache after vLLM has written their rows there.  The code that writes the
+cache may run inside a CUDA graph, in which no code of the plugin runs.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionBackend
 
 PREFIX = "Hypic"
-"""What stands before the name of vLLM's class in that of ours."""
+"""The prefix that turns the name of a class of vLLM into the name of our subclass."""
 
 
 def __getattr__(name: str) -> type[AttentionBackend]:
-    """The backend of this name, made when it is first asked for: not all of vLLM's are for every GPU."""
+    """Return the backend of this name, made at the first access: some backends do not load on every GPU."""
     if name.startswith(PREFIX):
         for backend in AttentionBackendEnum:
             if str(backend.value).rpartition(".")[2] == name.removeprefix(PREFIX):
@@ -45,10 +45,10 @@ def __getattr__(name: str) -> type[AttentionBackend]:
 
 @cache
 def backend_of(stock: AttentionBackendEnum) -> type[AttentionBackend]:
-    """vLLM's backend with a public part.
+    """Return a subclass of vLLM's backend that also attends to records.
 
-    It keeps its name, by which vLLM knows what it can do.  Full CUDA graphs hold stock code alone: none of
-    mixed batches, where rows of ours may be (see :class:`~.cuda.HypicFlashAttentionMetadataBuilder`).
+    The subclass keeps ``get_name``, by which vLLM tells what a backend supports.  Its builder restricts full
+    CUDA graphs to decode passes (see :class:`~.cuda.HypicFlashAttentionMetadataBuilder`).
     """
     backend: Any = stock.get_class()
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
@@ -71,17 +71,17 @@ def backend_of(stock: AttentionBackendEnum) -> type[AttentionBackend]:
 
 @dataclass(frozen=True)
 class CUDALatentLink(LatentLink):
-    """``ops``: the operators of ``ops.span_attention.triton.latents``."""
+    """The link of one MLA layer on CUDA.  ``ops``: the module ``ops.span_attention.triton.latents``."""
 
     ops: ModuleType
 
 
 class _Captured(OncePer):
-    """Tokens of vLLM's cache that a pass captures, for all layers whose caches have these slots."""
+    """Token slots of vLLM's cache that a pass captures, shared by all layers with one slot mapping."""
 
 
 class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
-    """Mixin before a stock implementation; with a link, also captures segments."""
+    """Mixin before a stock implementation; with a link, it also captures segments."""
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         from ..ops.span_attention.triton import latents
@@ -100,16 +100,15 @@ class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
         return super().refusal(layer) or latents.refuses(self.kv_lora_rank, self.qk_rope_head_dim)
 
     def fused_output_quant_supported(self, quant_key: object) -> bool:
-        """No: rows of ours are written in the model's dtype."""
+        """Return ``False``: our operators write composed rows in the model's dtype."""
         return False
 
     def scratch_bytes(self, rows: int, dtype: torch.dtype) -> int:
-        """Device memory that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
+        """Return the bytes that a pass of at most ``rows`` token rows in ``dtype`` takes beside the pool."""
         return PARTIAL_BYTES if rows else 0
 
     def before(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
-        """Copy interior rows of segment requests from vLLM's cache into the pool, their ``k_pe`` with its
-        rotation undone."""
+        """Copy interior rows of segment requests from vLLM's cache into the pool, with ``k_pe`` unrotated."""
         link = self.link
         if link is None or (step := link.runtime.step) is None or (captured := step.captured) is None:
             return
@@ -131,8 +130,8 @@ class CUDALatentAttention(LatentAttention[CUDALatentLink, LatentPiece]):
         return [(here.rows[piece.rows], piece) for piece in found]
 
     def row_bytes(self, dtype: torch.dtype) -> int:
-        """Memory that a row of a piece takes: the query and its absorbed form, both parts of the result, and
-        what becomes of it."""
+        """Return the bytes of one row of a piece: the query, its absorbed form, the result's two parts and
+        the values derived from the result."""
         query = self.qk_nope_head_dim + self.qk_rope_head_dim + 2 * self.kv_lora_rank
         result = self.kv_lora_rank + self.v_head_dim
         parts = 2 * (self.kv_lora_rank + 1) * FLOAT_BYTES

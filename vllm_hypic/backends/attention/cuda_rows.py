@@ -1,4 +1,4 @@
-"""What attention layers on CUDA share of one forward pass: index tensors and plans, made once."""
+"""Index tensors and plans of a pass that all attention layers on CUDA share, made once."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ if TYPE_CHECKING:
     from .latents import LatentRows
 
 Heads = tuple[int, int, int, torch.dtype]
-"""A layer's query heads, KV heads, head size and dtype: what plans of span attention depend on."""
+"""A layer's query heads, KV heads, head size and dtype, on which plans of span attention depend."""
 
 PARTIAL_BYTES = 512 << 20
-"""Partial results of span attention that one call may allocate."""
+"""Most bytes of partial results that one call of span attention may allocate."""
 SHORTEST = 64
-"""Rows of the shortest piece that is still halved, and what pieces are a multiple of."""
+"""Largest piece in rows that is never halved; the length of a first half is a multiple of this number."""
 SHORTEST_OF_LATENTS = 16
-"""The same where attention is over latents, whose partial results are of many heads of 512."""
+"""The value of :data:`SHORTEST` for latents, whose partial results have many heads of size 512."""
 FLOAT_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
 class SpanPiece:
-    """Some of a pass's rows, attended by one call: ``rows`` of them, in their order."""
+    """The rows of a pass that one call of span attention serves, by ``plan``.
+
+    ``rows``: the slice of the pass's public rows, in their order."""
 
     plan: SpanPlan
     rows: slice
@@ -45,10 +47,10 @@ def span_pieces(
     window: int | None = None,
     hidden: torch.Tensor | None = None,
 ) -> list[SpanPiece]:
-    """How span attention over public columns is divided, for layers with such heads and such a window.
+    """Divide span attention over public columns into pieces, once for layers with equal heads and window.
 
-    ``hidden [rows]`` int64 on the host: public columns that the window hides from each row, the first ones.
-    One piece, but for passes whose partial results would take more than :data:`PARTIAL_BYTES`.
+    ``hidden [rows]`` int64 on the host: number of leading public columns that the window hides from each row.
+    The list has several pieces only if the partial results would take more than :data:`PARTIAL_BYTES`.
     """
 
     def make() -> list[SpanPiece]:
@@ -62,12 +64,12 @@ def span_pieces(
 def private_pieces(
     step: StepContext, replaced: ReplacedRows, block_table: torch.Tensor, heads: Heads
 ) -> list[SpanPiece]:
-    """The same over vLLM's own cache, for rows whose windows FlashAttention would measure wrongly; for all
-    block tables of these strides."""
+    """Divide attention over vLLM's own cache into pieces, for rows whose windows FlashAttention would measure
+    wrongly.  All block tables with equal strides share the pieces."""
 
     def make() -> list[SpanPiece]:
         ranges = replaced.public.cache_ranges.numpy()
-        assert replaced.hidden_tokens is not None  # layers with windows alone have replaced rows here
+        assert replaced.hidden_tokens is not None  # on CUDA, only layers with windows have replaced rows
         columns = SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3])
         return _divide(columns, ranges, causal_kv_lens(ranges), replaced.hidden_tokens.numpy(), heads)
 
@@ -75,14 +77,16 @@ def private_pieces(
 
 
 def replaced_rows(step: StepContext, replaced: ReplacedRows) -> torch.Tensor:
-    """The token rows of ``replaced [rows]`` int64 on the device, made once."""
+    """Return the token rows of ``replaced``, ``[rows]`` int64 on the device, made once."""
     return step.shared.of(_SharedPlans)(replaced, "rows", lambda: step.on_device(replaced.rows.numpy())[0])
 
 
 @dataclass(frozen=True)
 class LatentPiece:
-    """Some of a stock call's rows that see public latents, ``rows`` of them: plans over the pool and over
-    vLLM's cache, for a query of these rows alone."""
+    """The rows of a stock call that one call over latents serves.
+
+    ``public``, ``private``: plans over the pool and over vLLM's cache, for a query of these rows alone;
+    ``rows``: the rows' slice among the rows that see public latents."""
 
     public: SpanPlan
     private: SpanPlan
@@ -97,11 +101,10 @@ def latent_pieces(
     heads: Heads,
     row_bytes: int,
 ) -> list[LatentPiece]:
-    """How attention over latents is divided, for layers with such heads, one KV head of ``rank``, and all
-    block tables of these strides.
+    """Divide attention over latents into pieces, once for equal heads and strides of the block table.
 
-    ``row_bytes``: memory that a row takes beside partial results; no piece takes more than
-    :data:`PARTIAL_BYTES` for both, unless it is the shortest.
+    ``heads``: the layer's, with one KV head of size ``rank``.  ``row_bytes``: memory of a row beside partial
+    results.  A piece takes at most :data:`PARTIAL_BYTES` for both, unless the piece is the shortest.
     """
 
     def make() -> list[LatentPiece]:
@@ -130,7 +133,8 @@ def _divide(
     hidden: np.ndarray | None,
     heads: Heads,
 ) -> list[SpanPiece]:
-    """``query_ranges [requests, >= 2]``, the others ``[rows]``, as :meth:`SpanPlan.of` takes them."""
+    """Divide rows into pieces, with the arguments of :meth:`SpanPlan.of`: ``query_ranges [requests, >= 2]``,
+    ``visible_kv_lens`` and ``hidden`` ``[rows]``."""
 
     def piece(ranges: np.ndarray, rows: slice) -> SpanPiece:
         unseen = None if hidden is None else hidden[rows]
@@ -141,7 +145,7 @@ def _divide(
 
 
 def _partial_bytes(plan: SpanPlan) -> int:
-    """Device memory of a plan's partial results and their log-sum-exps, held while it is computed."""
+    """Return the bytes of a plan's partial results and log-sum-exps, allocated while the plan runs."""
     rows = sum(work.partial_rows for work in plan.work)
     return rows * plan.kv_heads * (plan.head_size + 1) * FLOAT_BYTES
 
@@ -156,8 +160,11 @@ def _pieces(
     rows: slice,
     shortest: int,
 ) -> list[Piece]:
-    """Pieces of requests with rows ``query_ranges [requests, >= 2]``, which are ``rows`` of the pass; halved
-    until each takes no more than :data:`PARTIAL_BYTES` or has no more than ``shortest`` rows."""
+    """Return pieces over ``rows``, halved until each takes at most :data:`PARTIAL_BYTES` or has at most
+    ``shortest`` rows.
+
+    ``make(query_ranges, rows)`` makes a piece; ``taken(piece)`` returns its bytes.  ``query_ranges [requests,
+    >= 2]``: first and last row of each request."""
     piece, count = make(query_ranges, rows), rows.stop - rows.start
     if taken(piece) <= PARTIAL_BYTES or count <= shortest:
         return [piece]
@@ -175,11 +182,11 @@ def _pieces(
 
 @dataclass
 class _KeptColumns:
-    """Columns of the pass before, kept while the same requests see them in the same order, as in decoding."""
+    """Columns of the last pass, reused while the same requests see them in the same order, as in decode."""
 
     kept: dict[Hashable, tuple[tuple[torch.Tensor, ...], SpanColumns]] = field(default_factory=dict)
-    """By window, and whether something is hidden: each request's tensor of slots, compared by identity, and
-    the columns made of these tensors."""
+    """For each kind of rows, the slot tensors of the requests, compared by identity, and the columns made of
+    these tensors."""
 
     def get(self, public: PublicRows, kind: Hashable) -> SpanColumns:
         of = tuple(public.slot_mapping)
@@ -192,8 +199,8 @@ class _KeptColumns:
 
 
 def token_rows(step: StepContext, public: PublicRows) -> slice | torch.Tensor:
-    """Token rows of the pass that are ``public``'s, made once: a slice where they are neighbours, else int64
-    ``[n]``."""
+    """Return the token rows of ``public`` in the pass, made once: a slice if the rows are adjacent, else a
+    tensor ``[n]`` int64."""
 
     def make() -> slice | torch.Tensor:
         first, last = public.cache_ranges.numpy().T[:2]
@@ -206,12 +213,12 @@ def token_rows(step: StepContext, public: PublicRows) -> slice | torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """The ``rows`` of ``tensor [tokens, ...]``."""
+    """Return the ``rows`` of ``tensor [tokens, ...]``."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def columns_of(tensor: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
-    """The ``columns`` of ``tensor [n, tokens]`` in memory of their own."""
+    """Return a copy of the ``columns`` of ``tensor [n, tokens]``."""
     if isinstance(columns, slice):
         return tensor[:, columns].clone(memory_format=torch.contiguous_format)
     return tensor.index_select(1, columns)
@@ -219,11 +226,11 @@ def columns_of(tensor: torch.Tensor, columns: slice | torch.Tensor) -> torch.Ten
 
 @dataclass(frozen=True)
 class PrivateRows:
-    """The public rows' requests as FlashAttention takes them: a batch of its own over vLLM's cache.
+    """The requests with public rows as a separate FlashAttention batch over vLLM's cache.
 
-    ``rows``: token rows of the pass, a slice where they are neighbours, else int64 ``[n]``;
-    ``starts [requests + 1]`` int32; ``requests [requests]`` int64: batch rows; ``tokens [requests]`` int32:
-    stream tokens in the cache after this pass.  The two largest lengths are known on the host.
+    ``rows``: token rows of the pass, a slice if the rows are adjacent, else ``[n]`` int64; ``starts``: first
+    row of each request in this batch, ``[requests + 1]`` int32; ``requests [requests]`` int64: batch rows;
+    ``tokens [requests]`` int32: stream tokens in the cache after this pass.  The host knows both maxima.
     """
 
     rows: slice | torch.Tensor
@@ -235,7 +242,7 @@ class PrivateRows:
 
     @staticmethod
     def of(step: StepContext, public: PublicRows) -> PrivateRows:
-        """The private side of the step's ``public``, made once."""
+        """Return the batch for the requests of the step's ``public``, made once."""
         return step.shared.of(_SharedPlans)(public, "private", lambda: PrivateRows._make(step, public))
 
     @staticmethod
@@ -253,11 +260,11 @@ class PrivateRows:
         )
 
     def blocks(self, step: StepContext, block_table: torch.Tensor) -> torch.Tensor:
-        """The requests' rows of ``block_table [requests, blocks]``, gathered once for each table."""
+        """Return the requests' rows of ``block_table [requests, blocks]``, gathered once per table."""
         return step.shared.of(_SharedPlans)(
             block_table, ("blocks", id(self)), lambda: block_table.index_select(0, self.requests)
         )
 
 
 class _SharedPlans(OncePer):
-    """Plans and index tensors that the layers share of one pass."""
+    """The plans and index tensors of one pass that its layers share."""

@@ -1,16 +1,16 @@
-"""Multi-head latent attention (MLA) under PIC: what the backends of all platforms share.
+"""Multi-head latent attention (MLA) under PIC: the code that the backends of all platforms share.
 
-MLA (DeepSeek-V2, arXiv:2405.04434) keeps of each token a latent ``c [rank]``, which has no position, and one
+MLA (DeepSeek-V2, arXiv:2405.04434) keeps two vectors per token: a latent ``c [rank]`` without position, and a
 rotated key ``k_pe [rope]`` that all heads share.  Head ``h`` has ``K = [W_UK c | k_pe]`` and ``V = W_UV c``.
-With ``W_UK`` absorbed into the query that is attention over one KV head,
+With ``W_UK`` absorbed into the query, MLA is attention over one KV head,
 
     q' = [q_pe | q_nope W_UK]      K' = [k_pe | c]      V' = c      out = W_UV (softmax(q' K'^T) V')
 
-and a record's row is ``K'`` with its leading ``rope`` elements not rotated.
+and a record's row is ``K'`` with its leading ``rope`` elements unrotated.
 
-Stock code runs over the whole batch, so plain rows have stock bits.  Its log-sum-exp is not had everywhere,
-and it prefills with K and V of every head: rows that see public columns have their private part from vLLM's
-cache, too, in the absorbed form.
+Stock code runs over the whole batch, so plain rows get stock bits.  Some stock kernels return no log-sum-exp,
+and stock prefill uses K and V of every head.  Rows that see public columns are therefore computed again, in
+the absorbed form, over vLLM's cache and the pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ...pool.step import ComposedRow, StepContext
 
     class MLAImpl:
-        """What all stock implementations have."""
+        """The attributes and methods that all stock implementations have."""
 
         num_heads: int
         head_size: int
@@ -53,17 +53,17 @@ else:
 
 @dataclass(frozen=True)
 class LatentLink(AttentionLink):
-    """``layer``: vLLM's module, which has the up-projections."""
+    """The link of one MLA layer.  ``layer``: vLLM's module, which has the up-projections."""
 
     layer: Any
 
 
 @dataclass(frozen=True)
 class LatentRows:
-    """The rows of one stock call that see public columns: ``rows [n]`` int64 of the call, and ``public``,
-    whose ranges count these alone and whose block tables are those of the call's requests.
+    """The rows of one stock call that see public columns.
 
-    ``of_decode``: the call is that of requests of few rows.
+    ``rows [n]`` int64: row numbers in the call.  ``public``: their public columns, with ranges that count
+    these rows alone and index the call's block table.  ``of_decode``: the call serves requests with few rows.
     """
 
     rows: torch.Tensor
@@ -72,7 +72,9 @@ class LatentRows:
 
     @staticmethod
     def of(composed: Sequence[ComposedRow], first_row: int, first_request: int) -> LatentRows | None:
-        """On the host.  ``first_row``, ``first_request``: of the batch, where the call begins."""
+        """Return the rows of ``composed``, on the host; ``None`` without any.
+
+        ``first_row``, ``first_request``: the batch's token row and request at which the stock call begins."""
         if not composed:
             return None
         public = PublicRows.of(composed)
@@ -87,7 +89,7 @@ class LatentRows:
 
 
 class _OfStep(OncePer):
-    """:class:`LatentRows` of a pass, by the stock call."""
+    """:class:`LatentRows` of a pass, one for each stock call."""
 
 
 LatentLinkT = TypeVar("LatentLinkT", bound=LatentLink)
@@ -95,9 +97,9 @@ PieceT = TypeVar("PieceT")
 
 
 class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT], MLAImpl):
-    """Mixin before a stock implementation; with a link, rows that see public columns are computed again.
+    """Mixin before a stock implementation; with a link, it computes rows that see public columns again.
 
-    ``PieceT``: what a platform's operator is told of the rows of one call of it.
+    ``PieceT``: the type that describes the rows of one call to a platform's operator.
     """
 
     def refusal(self, layer: Any) -> str | None:
@@ -111,7 +113,8 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         return None
 
     def watch(self, layer: Any, tell: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
-        """Told of ``k_pe [tokens, 1, rope]``, all of K that may depend on positions."""
+        """Call ``tell`` with ``k_pe [tokens, 1, rope]``, the only part of K that may depend on positions.
+        Return a function that ends this."""
 
         def before(module: object, inputs: tuple[torch.Tensor, ...]) -> None:
             tell(inputs[2].clone())
@@ -130,10 +133,10 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Stock's prefill; rows that see public columns are then computed again, in the absorbed form.
+        """Run stock prefill into ``output``, then compute rows that see public columns again, absorbed.
 
-        ``q [rows, heads, nope + rope]``, rotated; ``output [rows, heads * value size]``: of the pass's
-        requests of many rows.
+        ``q [rows, heads, nope + rope]``, rotated, and ``output [rows, heads * value size]`` hold the rows of
+        the pass's requests with many rows.
         """
         self.before(kv_cache, attn_metadata)
         super().forward_mha(
@@ -159,13 +162,13 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         attn_metadata: MLACommonMetadata,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stock's decode; rows that see public columns are then computed again.
+        """Run stock decode, then compute rows that see public columns again.
 
-        ``q [rows, heads, rank + rope]``, absorbed and rotated, or its two parts: of the pass's requests of
-        few rows, on CPUs one.  Returns the latents ``[rows, heads, rank]`` and stock's log-sum-exp of the
-        private part: decode context parallelism alone reads that.
+        ``q [rows, heads, rank + rope]``, absorbed and rotated, or its two parts: the rows of the pass's
+        requests with few rows, on CPUs with one row.  Returns the latents ``[rows, heads, rank]`` and stock's
+        log-sum-exp of the private part, which only decode context parallelism reads.
         """
-        # vLLM calls the other one first, where there are rows for it.
+        # vLLM calls `forward_mha` first if the pass has prefills; that call has then run `before`.
         if attn_metadata.num_actual_tokens == attn_metadata.num_decode_tokens:
             self.before(kv_cache, attn_metadata)
         output, lse = super().forward_mqa(q, kv_cache, attn_metadata, layer)
@@ -182,16 +185,16 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         return output, lse
 
     def before(self, kv_cache: torch.Tensor, metadata: MLACommonMetadata) -> None:
-        """Called once a pass, when its latents are in vLLM's cache and no row is attended yet."""
+        """Run platform code once per pass, after vLLM has cached its latents and before any attention."""
 
     def absorbed(self, layer: Any, nope: torch.Tensor) -> torch.Tensor:
-        """``q_nope W_UK``: ``[rows, heads, nope]`` -> ``[rows, heads, rank]``."""
+        """Return ``q_nope W_UK``: ``[rows, heads, nope]`` -> ``[rows, heads, rank]``."""
         return torch.bmm(nope.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
 
     def pieces(
         self, link: LatentLinkT, here: LatentRows, block_table: torch.Tensor
     ) -> Iterable[tuple[torch.Tensor, PieceT]]:
-        """``here``, divided: rows ``[n]`` of the stock call, and what :meth:`latent` is told of them."""
+        """Divide ``here`` into pairs of rows ``[n]`` of the stock call and the piece for :meth:`latent`."""
         raise NotImplementedError
 
     def latent(
@@ -203,16 +206,16 @@ class LatentAttention(LinkedAttention[LatentLinkT], Generic[LatentLinkT, PieceT]
         kv_cache: torch.Tensor,
         block_table: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of a piece's rows ``nope [n, heads, rank]``, absorbed, and ``pe [n, heads, rope]``, over
-        the requests' own latents and public ones: ``[n, heads, rank]`` of the query's dtype."""
+        """Return attention of a piece's rows over private and public latents, ``[n, heads, rank]``.  ``nope
+        [n, heads, rank]``, absorbed, and ``pe [n, heads, rope]``: the query, with the dtype of the result."""
         raise NotImplementedError
 
     def _composed(
         self, metadata: MLACommonMetadata, *, of_decode: bool
     ) -> tuple[LatentLinkT, LatentRows] | None:
-        """The rows of one of the two stock calls of a pass that see public columns.
+        """Return the link and the rows that see public columns in one of the two stock calls, or ``None``.
 
-        vLLM's batch has the requests of few rows first."""
+        ``of_decode`` selects the decode call, whose requests come first in vLLM's batch."""
         link = self.link
         if link is None or (step := link.runtime.step) is None:
             return None

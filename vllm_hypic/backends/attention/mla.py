@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA) on CPU: stock kernels for plain rows, span attention for composed ones.
+"""Multi-head latent attention (MLA) on CPU: stock kernels for plain rows, span attention for composed rows.
 
-Span attention takes one KV head's rows ``K' = [k_pe | c]`` as any other.  The operators are given ``K'`` for
-V, too, and the part of their result that belongs to ``k_pe`` is left out.
+Span attention treats the rows ``K' = [k_pe | c]`` as one ordinary KV head.  The operators also take ``K'`` as
+V; the caller drops the part of their result that belongs to ``k_pe``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from .latents import LatentAttention, LatentLink, LatentRows
 
 @dataclass(frozen=True)
 class CPULatentLink(LatentLink):
-    """``index [block_size, 1, head_size]`` int32: where ``[k_pe | c]`` lies in a block of vLLM's cache, whose
-    rows are ``[c | k_pe]``; ``ops``: the operators of ``ops.span_attention``."""
+    """The link of one MLA layer on CPU.
+
+    ``index [block_size, 1, head_size]`` int32: offsets of ``[k_pe | c]`` in a block of vLLM's cache, whose
+    rows are ``[c | k_pe]``.  ``ops``: the operators of ``ops.span_attention``."""
 
     index: torch.Tensor
     ops: ModuleType
 
 
 class CPULatentAttention(LatentAttention[CPULatentLink, PublicRows]):
-    """Mixin before a stock implementation for CPUs; also captures segments as vLLM's cache is written."""
+    """Mixin before a stock CPU implementation; it captures segments when vLLM's cache is written."""
 
     def connect(self, layer: Any, link: AttentionLink) -> None:
         block_size, size = layer.kv_cache.shape[1:]
@@ -51,8 +53,8 @@ class CPULatentAttention(LatentAttention[CPULatentLink, PublicRows]):
         return None
 
     def do_kv_cache_update(self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, *args: Any) -> None:
-        """As stock; copies interior rows of segment requests into the pool, their ``k_pe`` with its rotation
-        undone."""
+        """Write vLLM's cache by stock code, then copy interior rows of segment requests into the pool, with
+        ``k_pe`` unrotated."""
         super().do_kv_cache_update(kv_c_normed, k_pe, *args)
         link = self.link
         if link is None or (step := link.runtime.step) is None or (captured := step.captured) is None:
@@ -94,11 +96,11 @@ class CPULatentAttention(LatentAttention[CPULatentLink, PublicRows]):
 
 
 class HypicCPUMLAImpl(CPULatentAttention, CPUMLAImpl):
-    """vLLM's reference implementation, for any dtype and CPU, with public rows."""
+    """vLLM's reference implementation, for any dtype and CPU, plus attention over records."""
 
 
 class HypicAMXMLAImpl(CPULatentAttention, AMXMLAImpl):
-    """vLLM's implementation for CPUs with AMX, bf16, with public rows."""
+    """vLLM's bf16 implementation for CPUs with AMX, plus attention over records."""
 
     def absorbed(self, layer: Any, nope: torch.Tensor) -> torch.Tensor:
         rows, heads, _ = nope.shape
@@ -110,7 +112,7 @@ class HypicAMXMLAImpl(CPULatentAttention, AMXMLAImpl):
 
 
 class HypicCPUMLABackend(CPUMLABackend):
-    """vLLM's reference MLA backend for CPUs with a public part."""
+    """vLLM's reference MLA backend for CPUs, plus attention over records."""
 
     @staticmethod
     def get_name() -> str:
@@ -122,7 +124,7 @@ class HypicCPUMLABackend(CPUMLABackend):
 
 
 class HypicAMXMLABackend(AMXMLABackend):
-    """vLLM's MLA backend for CPUs with AMX with a public part."""
+    """vLLM's MLA backend for CPUs with AMX, plus attention over records."""
 
     @staticmethod
     def get_name() -> str:

@@ -1,9 +1,8 @@
-"""Where K and V lie in vLLM's CPU KV cache, whatever layout its instruction set packs them in.
+"""Offsets of K and V in vLLM's CPU KV cache, for the packed layout of any instruction set.
 
-The stock kernel returns no log-sum-exp, so that of the private part needs the private K; and it measures
-windows in the stream, so those layers read both.  The cache
-layout is the stock kernel's own business (it differs per ISA): it is learnt once, by storing the
-numbers of a block's elements through the stock operator and looking where they land.
+The stock kernel returns no log-sum-exp, so span attention computes it from the private K.  The stock kernel
+measures windows in the stream, so layers with windows read the private K and V.  The layout differs per ISA.
+This module learns it once: it stores element numbers through the stock operator and reads the block back.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ..ops.span_attention import Layout
 from .quantised_kv import KINDS
 
 _DIGIT, _FP8_DIGIT = 128, 8
-"""Element numbers are stored in base 128, in FP8 in base 8: exact in every supported dtype."""
+"""Bases of the stored element numbers, 8 for FP8 and 128 else: every supported dtype holds digits exactly."""
 
 
 def cache_index(
@@ -26,11 +25,11 @@ def cache_index(
     kv_cache_dtype: str = "auto",
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Offset inside a block of every element of K, or of V: ``[block_size, kv_heads, head_size]`` int32.
+    """Return every element's offset in a block, ``[block_size, kv_heads, head_size]`` int32, for K or for V.
 
-    ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]``: only its shape and dtype are looked at.
-    ``dtype``: of K and V, where they are quantised on their way to the cache.  Raises ``RuntimeError`` where
-    the stock operator does not store every element.
+    ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]`` gives shape and dtype; its contents are unused.
+    ``dtype``: the dtype of K and V before quantisation, if the cache is quantised.  Raises ``RuntimeError``
+    if the stock operator does not store every element.
     """
     kind = KINDS.get(kv_cache_dtype, kv_cache.dtype)
     dtype, base = dtype or kv_cache.dtype, _FP8_DIGIT if kv_cache_dtype in KINDS else _DIGIT
@@ -72,7 +71,7 @@ def cache_index(
 
 
 def layout(key_index: torch.Tensor, value_index: torch.Tensor) -> Layout:
-    """How K and V lie, by indices as :func:`cache_index` gives them."""
+    """Return the layout of K and V for indices of :func:`cache_index`."""
     block, _, size = key_index.shape
     if block % 16 == 0 and size % 16 == 0:
         if _is_affine(key_index, 16, 1) and (value_index.diff(dim=2) == 1).all():
@@ -84,9 +83,10 @@ def layout(key_index: torch.Tensor, value_index: torch.Tensor) -> Layout:
 
 
 def _is_affine(index: torch.Tensor, tokens: int, dims: int) -> bool:
-    """Whether groups of so many tokens and dimensions lie in one piece, the smaller of the two numbers side
-    by side, and groups evenly apart: what the C++ operators compute instead of reading ``index [block_size,
-    kv_heads, head_size]``."""
+    """Return whether each group of ``tokens`` x ``dims`` elements is contiguous, with the smaller of the two
+    numbers innermost, and groups have constant strides.
+
+    The C++ operators then compute offsets instead of reading ``index [block_size, kv_heads, head_size]``."""
     block, heads, size = index.shape
     groups = index.view(block // tokens, tokens, heads, size // dims, dims)
     place = torch.arange(tokens * dims, dtype=index.dtype)

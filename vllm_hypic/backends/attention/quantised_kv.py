@@ -1,4 +1,4 @@
-"""vLLM's KV cache in FP8 on CPU, read back."""
+"""Reads of vLLM's FP8 KV cache on CPU."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ KINDS = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""What the bytes are, by ``--kv-cache-dtype``."""
+"""The dtype of the cache's bytes for each value of ``--kv-cache-dtype``."""
 
 
 @dataclass(frozen=True)
 class QuantisedCache:
-    """What bytes of a layer's cache stand for: numbers of ``kind``, times a scale for K and one for V."""
+    """The encoding of a layer's cache: bytes are numbers of dtype ``kind``, times a scale for K and for V."""
 
     kind: torch.dtype
     dtype: torch.dtype
-    """The model's, in which bytes are read."""
+    """The model's dtype, to which :meth:`read` converts."""
     key_scale: float
     value_scale: float
 
     @staticmethod
     def of(layer: Any, kv_cache_dtype: str, dtype: torch.dtype) -> QuantisedCache | None:
-        """``None``: the cache is not quantised."""
+        """Return the encoding of a layer's cache; ``None``: the cache is not quantised."""
         kind = KINDS.get(kv_cache_dtype)
         return kind and QuantisedCache(kind, dtype, layer._k_scale_float, layer._v_scale_float)
 
     def read(self, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """These blocks of ``kv_cache [blocks, kv_heads, block_size, 2 * head_size]`` uint8, in ``dtype``;
-        elements lie in them as before."""
+        """Return a copy of ``blocks`` in ``dtype``, with the layout of ``kv_cache [blocks, kv_heads,
+        block_size, 2 * head_size]`` uint8."""
         _, heads, block_size, _ = kv_cache.shape
         found = kv_cache.index_select(0, blocks).view(self.kind).to(self.dtype)
         key, value = found.view(len(blocks), heads, 2 * block_size, -1).chunk(2, dim=2)
@@ -47,15 +47,15 @@ class QuantisedCache:
 
 @dataclass(frozen=True)
 class UsedBlocks:
-    """The blocks of vLLM's cache that some requests have: ``blocks``, and ``table``, a block table that names
-    them by their place in ``blocks``."""
+    """The ``blocks`` of vLLM's cache that some requests use, and a block ``table`` whose entries are indices
+    into ``blocks``."""
 
     blocks: torch.Tensor
     table: torch.Tensor
 
     @staticmethod
     def of(block_table: torch.Tensor, cache_ranges: torch.Tensor, block_size: int) -> UsedBlocks:
-        """``cache_ranges [requests, 4]``: see ``PublicRows``."""
+        """Return the blocks of the requests in ``cache_ranges [requests, 4]`` (see ``PublicRows``)."""
         found, table, first = [], torch.zeros_like(block_table), 0
         for row, tokens in cache_ranges[:, 2:].tolist():
             count = -(-tokens // block_size)
@@ -66,4 +66,4 @@ class UsedBlocks:
 
 
 class OfPass(OncePer):
-    """:class:`UsedBlocks` of the rows of a pass, by the block table: layers with one table share them."""
+    """:class:`UsedBlocks` of the rows of a pass; layers with one block table share them."""

@@ -1,1 +1,1 @@
-"""Linear-attention families: one folder each, for the capture and the composition of its records."""
+"""Linear-attention families: each folder captures and composes the records of one family."""

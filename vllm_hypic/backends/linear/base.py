@@ -1,14 +1,14 @@
-"""What a linear-attention family's layers offer PIC: the seam between families and the rest of the package.
+"""The interface between the layers of linear-attention families and the rest of the package.
 
-A family is a folder with a subclass of :class:`LinearLayer` and of vLLM's layer, a file for each platform
-where they differ; its operators lie in ``backends/ops``, its row in ``pool/families.py``.  The layer captures
-records of segment requests and composes them, as the layout of the pass says (``layout.py``):
+The folder of a family has a subclass of :class:`LinearLayer` and of vLLM's layer, with a file per platform if
+platforms differ.  Its operators are in ``backends/ops``, and its entry is in ``pool/families.py``.  The layer
+captures records of segment requests and composes records, by the layout of the pass (``layout.py``):
 
-* Segment requests go through an operator that leaves outputs, running state and the record.
-* Composed requests with compose points in this pass go through another, up to the first block boundary after
-  the last point.
-* All else (plain requests, decode, what composed requests run after that boundary) is stock code over these
-  rows only: stock bits.
+* An operator runs segment requests and writes outputs, running states and records.
+* A second operator runs composed requests with compose points in this pass, up to the first block boundary
+  after the last point.
+* Stock code runs all other rows alone, with stock bits: plain requests, decode, and the rows of composed
+  requests after that boundary.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ CarryT = TypeVar("CarryT")
 
 
 class Scratch(NamedTuple):
-    """Bytes that a layer's operators take while they run, and that it keeps between passes."""
+    """The bytes of a layer: ``working`` while its operators run, ``carried`` between passes."""
 
     working: int
     carried: int
 
 
 class Rows(Protocol):
-    """What a layer is given of a batch's token rows."""
+    """A layer's inputs for the token rows of a batch."""
 
     def part(self, tokens: slice | torch.Tensor) -> Self:
-        """These rows alone."""
+        """Return the inputs of the rows ``tokens``."""
 
 
 InputsT = TypeVar("InputsT", bound=Rows)
@@ -55,42 +55,42 @@ InputsT = TypeVar("InputsT", bound=Rows)
 
 @dataclass
 class _SharedParts:
-    """What the linear layers share of one pass."""
+    """The values of one pass that its linear layers share."""
 
     stock: Once[tuple[StockRows, ForwardContext] | None] = field(default_factory=Once)
-    """The rows that stock code runs, and a forward context that holds only them."""
+    """The rows that stock code runs, and a forward context for these rows alone."""
     offered: bool = False
-    """The records that become complete have transition blocks."""
+    """Whether the records that become complete in this pass have transition blocks."""
 
 
 class LinearLayer(Generic[InputsT, CarryT]):
-    """Mixin before a stock layer.  ``InputsT``: its token rows; ``CarryT``: what it keeps of an interior
-    between prefill chunks.
+    """Mixin before a stock layer that captures and composes records.
 
-    A platform's subclass leads the stock forward pass to :meth:`run` and says what stock code and our
-    operators are there.
+    ``InputsT``: the layer's inputs; ``CarryT``: the layer's data of an interior between prefill chunks.  The
+    subclass of a platform calls :meth:`run` from the stock forward pass and implements the methods that run
+    stock code and our operators.
     """
 
     prefix: str
     cache_config: Any
     kv_cache: tuple[torch.Tensor, ...]
-    """vLLM's caches of states, by slot."""
+    """vLLM's caches of states, indexed by slot."""
     family: ClassVar[LinearFamily]
     hypic_runtime: HypicRuntime | None = None
-    """Set at start-up; ``None``: stock."""
+    """The runtime that start-up sets; ``None`` runs stock code."""
     hypic_reached = False
-    """Our core ran: a compiled graph of stock vLLM, taken from a cache, could pass it by."""
+    """Whether :meth:`run` has run: a compiled graph from the cache of stock vLLM would bypass it."""
     carries: dict[str, CarryT]
-    """What is carried, by segment request whose interior is cut."""
+    """The carried data of each segment request whose interior spans several prefill chunks."""
 
     def weights_changed(self) -> None:
-        """What is derived from weights is made anew before the next pass."""
+        """Drop all values derived from weights, so that the next pass derives them again."""
 
     # -- a pass --------------------------------------------------------------------------------
 
     def run(self, x: InputsT, out: torch.Tensor) -> None:
-        """The whole batch into ``out [token rows, ...]``, captured and composed as the step says."""
-        if not self.hypic_reached:  # asked first: setting an attribute of a module is slow
+        """Run the whole batch into ``out [token rows, ...]``; capture and compose records for the step."""
+        if not self.hypic_reached:  # the test comes first, because setting an attribute of a module is slow
             self.hypic_reached = True
         runtime = self.hypic_runtime
         if runtime is None:
@@ -102,7 +102,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
         if step is None or work.empty:
             return self.run_stock(x, out)
         self.run_special(runtime, step, work, x, out)
-        # After ours: it goes on from the states that they left.
+        # Stock code runs last, because it continues from the states that our operators write.
         stock = step.shared.of(_SharedParts).stock(lambda: self._stock_context(runtime, step, work))
         if stock is not None:
             rows, context = stock
@@ -111,7 +111,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
     def _run_part(
         self, tokens: slice | torch.Tensor, context: ForwardContext, x: InputsT, out: torch.Tensor
     ) -> None:
-        """Stock code over these token rows, which the context describes."""
+        """Run stock code over the token rows ``tokens``, with a forward context for these rows alone."""
         part = out[tokens]
         with override_forward_context(context):
             self.run_stock(x.part(tokens), part)
@@ -131,7 +131,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
     def _run_drafted(
         self, runtime: HypicRuntime, drafted: Drafted, work: LinearStep, x: InputsT, out: torch.Tensor
     ) -> None:
-        """A batch in which requests decode with drafts: see :mod:`.drafted`."""
+        """Run a batch in which requests decode with drafts into ``out``: see :mod:`.drafted`."""
         context = get_forward_context()
         metadata, once = context.attn_metadata[self.prefix], _once(context)
 
@@ -151,7 +151,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
     def run_special(
         self, runtime: HypicRuntime, step: StepContext, work: LinearStep, x: InputsT, out: torch.Tensor
     ) -> None:
-        """The rows that our operators run."""
+        """Run our operators over the rows of segment requests and composed requests, into ``out``."""
         if work.contexts is not None:
             runtime.calls["compose_context"] += 1
             with reading(runtime, step, self.prefix, work.contexts) as program:
@@ -168,41 +168,41 @@ class LinearLayer(Generic[InputsT, CarryT]):
                 self.run_composed(runtime, step, program, x, out)
 
     def run_stock(self, x: InputsT, out: torch.Tensor) -> None:
-        """vLLM's own code over the batch that the forward context describes."""
+        """Run vLLM's own code into ``out``, over the batch that the forward context describes."""
         raise NotImplementedError
 
     def run_segments(
         self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: InputsT, out: torch.Tensor
     ) -> None:
-        """The platform's operator for segment requests."""
+        """Run the platform's operator for segment requests into ``out``; write states and records."""
         raise NotImplementedError
 
     def run_composed(
         self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: InputsT, out: torch.Tensor
     ) -> None:
-        """The platform's operator for composed requests."""
+        """Run the platform's operator for composed requests into ``out``; write states."""
         raise NotImplementedError
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Any:
-        """Stock code's metadata of a sub-batch."""
+        """Return stock code's metadata for a sub-batch of the rows ``rows``."""
         raise NotImplementedError
 
     def requests(self, metadata: Any) -> int:
-        """How many requests vLLM's metadata describes."""
+        """Return the number of requests that vLLM's metadata describes."""
         found: int = metadata.num_decodes + metadata.num_prefills
         return found
 
     def drafted(self, metadata: Any) -> Drafted | None:
-        """The batch that vLLM's metadata of this layer describes, if requests decode with drafts in it and
-        stock code does not run these."""
+        """Return the batch of vLLM's metadata if it has requests that decode with drafts and that stock code
+        cannot run; else ``None``."""
         return None
 
     def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Any:
-        """Stock code's metadata of a sub-batch whose states are in ``slots [requests]``, int32."""
+        """Return stock code's metadata for a sub-batch whose states are in ``slots [requests]`` int32."""
         raise NotImplementedError
 
     def carried(self, segments: Segments, new: Callable[[], CarryT]) -> list[CarryT]:
-        """What the interiors that are cut here carry, written by this pass or an earlier one."""
+        """Return the carried data of each interior that spans passes; ``new`` makes it for a new interior."""
         for request, starts in zip(segments.carried, segments.starting, strict=True):
             if starts:
                 self.carries[request] = new()
@@ -223,7 +223,7 @@ class LinearLayer(Generic[InputsT, CarryT]):
         if not isinstance(rows.tokens, slice):
             (tokens,) = step.on_device(rows.tokens.numpy())
             rows = replace(rows, tokens=tokens)
-        # Layers of one group share their metadata, and so the sub-batch's.
+        # Layers of one KV cache group share their metadata, so they also share the metadata of the sub-batch.
         parts = {id(whole[name]): whole[name] for name in runtime.pool.linear}
         subs = {key: self.sub_batch(step, metadata, rows) for key, metadata in parts.items()}
         own = {name: subs[id(whole[name])] for name in runtime.pool.linear}
@@ -232,47 +232,47 @@ class LinearLayer(Generic[InputsT, CarryT]):
     # -- an engine's life ----------------------------------------------------------------------
 
     def connect(self, runtime: HypicRuntime) -> None:
-        """Take part in PIC from now on."""
+        """Make the layer take part in PIC from now on."""
         self.hypic_runtime, self.carries = runtime, {}
         runtime.carrying.append(self)
 
     def forget(self, request_id: str) -> None:
-        """Drop what the segment request carried, if it did."""
+        """Drop the carried data of a segment request, if the layer has any."""
         self.carries.pop(request_id, None)
 
     def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
-        """See :meth:`.HypicRuntime.append_record`."""
+        """Do this layer's part of :meth:`.HypicRuntime.append_record`."""
         with appending(runtime, self.prefix, slot, base) as (records, own, before):
             self.append(records, own, before, runtime.dead_transition)
 
     def append(self, records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
-        """What the family does for that."""
+        """Turn the record in ``slot`` into the record of both segments, by the family's arithmetic."""
         appended.append(records, slot, base, dead_transition)
 
     def refusal(self) -> str | None:
-        """What of this layer neither stock code nor ours computes on the platform, or ``None``."""
+        """Return why neither stock code nor our operators run this layer on the platform, or ``None``."""
         return None
 
     def kernel_refusal(self) -> str | None:
-        """Why the platform's kernels do not serve this layer, or ``None``.  Its caches must be allocated."""
+        """Return why the platform's kernels do not serve this layer, or ``None``.  Needs allocated caches."""
         raise NotImplementedError
 
     def warm_up(self, runtime: HypicRuntime) -> None:
-        """Compile what layers like this one will run, so that no request waits for it."""
+        """Compile the operators of all layers with this layer's shapes, so that no request waits for it."""
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        """Device memory beside the pool for passes of at most ``rows`` token rows in ``dtype``."""
+        """Return the bytes beside the pool for passes of at most ``rows`` token rows in ``dtype``."""
         raise NotImplementedError
 
 
 def _once(context: ForwardContext) -> OncePer:
-    """What the layers share of one pass, by vLLM's metadata."""
+    """Return the store of values that the layers of a pass share, keyed by vLLM's metadata."""
     found: OncePer = context.additional_kwargs.setdefault("hypic", OncePer())
     return found
 
 
 def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Iterable[Segments]) -> None:
-    """Transition blocks for the records that become complete here, once for all layers of a pass."""
+    """Allocate transition blocks for the records that become complete here, once for all layers of a pass."""
     shared = step.shared.of(_SharedParts)
     if not shared.offered:
         shared.offered = True
@@ -281,18 +281,18 @@ def _offer_blocks(runtime: HypicRuntime, step: StepContext, segments: Iterable[S
 
 
 def replace_layer(stock: Any, ours: Callable[[], Any]) -> None:
-    """Have vLLM make ``ours()`` where it would make ``stock``.  May run any number of times."""
+    """Make vLLM instantiate the class ``ours()`` in place of ``stock``.  Repeated calls are safe."""
     from vllm.model_executor.custom_op import op_registry_oot
 
     if stock.__name__ in op_registry_oot:
         return
-    # Registering renames the class by which vLLM looks up its options.
+    # `register_oot` overwrites `name`, by which vLLM looks up the options of the class.
     name, chosen = stock.name, ours()
     stock.register_oot(chosen)
     chosen.name = name
 
 
 def register_families() -> None:
-    """Replace vLLM's layers of all families by ours for this platform.  May run any number of times."""
+    """Replace vLLM's layers of all families by ours for this platform.  Repeated calls are safe."""
     for family in FAMILIES:
         importlib.import_module(family.module).register()

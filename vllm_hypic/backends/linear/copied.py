@@ -1,5 +1,6 @@
-"""Programs over records that operators cannot work on where they are kept (``pool/copied.py``): they run
-over copies of those that they name, numbered from 0, which are made for one call of one layer."""
+"""Programs over records that operators cannot use in place (``pool/copied.py``).
+
+Each call of one layer copies the records that its program names, and numbers the copies from 0."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(runtime: HypicRuntime, step: StepContext, layer: str, composed: Composed) -> Iterator[Composed]:
-    """``composed`` as operators run it while this lasts."""
+    """Yield ``composed`` with numbers of copies as slots, for operators that run inside this context."""
     records = runtime.pool.linear[layer]
     if not isinstance(records, CopiedRecords):
         yield composed
@@ -40,7 +41,7 @@ def reading(runtime: HypicRuntime, step: StepContext, layer: str, composed: Comp
 
 @contextmanager
 def capturing(runtime: HypicRuntime, step: StepContext, layer: str, segments: Segments) -> Iterator[Segments]:
-    """``segments`` as operators run it while this lasts; then the records that became complete are kept."""
+    """Yield ``segments`` with numbers of copies as slots; on exit, write the complete records to the pool."""
     records = runtime.pool.linear[layer]
     if not isinstance(records, CopiedRecords):
         yield segments
@@ -62,8 +63,8 @@ def capturing(runtime: HypicRuntime, step: StepContext, layer: str, segments: Se
 def appending(
     runtime: HypicRuntime, layer: str, slot: int, base: int
 ) -> Iterator[tuple[StateRecords, int, int]]:
-    """The records of ``slot`` and ``base``, and their numbers, as float32 arithmetic takes them while this
-    lasts; then the one in ``slot`` is kept."""
+    """Yield records that float32 arithmetic can use, and the numbers of ``slot`` and ``base`` in them; on
+    exit, write the record in ``slot`` to the pool."""
     records = runtime.pool.linear[layer]
     if not isinstance(records, CopiedRecords):
         yield records, slot, base
@@ -75,15 +76,15 @@ def appending(
 
 
 class _Numbered(OncePer):
-    """Slots of the records that a program names, and the program with their numbers: layers of a pass share
-    it, and find by it what else they share."""
+    """The slots that a program names, and the program with numbers in their place.  All layers of a pass get
+    the same program object, which is the key of other values that layers share."""
 
 
 def _numbered(
     program: torch.Tensor, kind: type[ComposeOp] | type[SegmentRow]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots that rows of ``kind`` name, each once, int64, and ``program`` with their numbers in their
-    place; rows without a record stay so."""
+    """Return the slots that rows of ``kind`` name, unique, int64, and ``program`` with numbers in their
+    place.  Rows without a record keep slot -1."""
     slot = kind._fields.index("slot")
     named = program[:, slot] >= 0
     slots, numbers = torch.unique(program[named, slot], return_inverse=True)

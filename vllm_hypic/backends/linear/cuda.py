@@ -1,4 +1,4 @@
-"""What linear layers share on CUDA: the plans of a pass, its cache slots, and plans to warm up with."""
+"""Values that linear layers share on CUDA: the plans of a pass, its cache slots, and plans for warm-up."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from .layout import Composed, Segments
 if TYPE_CHECKING:
     from ..ops.linear_layer.triton.plan import ComposePlan, SegmentPlan
 
-# The planning module imports Triton, which CPU installations lack: it is imported when a pass needs it.
+# The planning module imports Triton, which CPU installations lack: functions below import it on demand.
 
 
 @dataclass(frozen=True)
 class AtOnce:
-    """What a layer runs at once of a pass, whose other requests come after: so many requests, of whose
-    stretches the last chunks lack so many rows.  One request always."""
+    """The limits on the requests of a pass that a layer runs at once; later turns run the rest.
+
+    ``requests``: most requests of a turn; ``unfilled``: most rows that the last chunks of a turn's stretches
+    lack.  A turn has at least one request."""
 
     requests: int = sys.maxsize
     unfilled: int = sys.maxsize
 
     def turns(self, unfilled: Sequence[int]) -> Iterator[slice]:
-        """Requests that are run at once; ``unfilled``: rows that each lacks."""
+        """Yield the requests of each turn; ``unfilled``: rows that the last chunks of each request lack."""
         first, lacking = 0, 0
         for i, rows in enumerate(unfilled):
             if i > first and (i - first == self.requests or lacking + rows > self.unfilled):
@@ -42,14 +44,14 @@ EVERYTHING = AtOnce()
 
 
 class SharedPlans(OncePer):
-    """Plans and index tensors of one pass, made by the first layer that asks."""
+    """Plans and index tensors of one pass, made by the first layer that requests them."""
 
     def segments(self, segments: Segments, device: torch.device) -> SegmentPlan:
         [plan] = self.segment_parts(segments, device, EVERYTHING)
         return plan
 
     def segment_parts(self, segments: Segments, device: torch.device, most: AtOnce) -> list[SegmentPlan]:
-        """A plan for each turn, for layers that take much memory for a request while they run."""
+        """Return a plan per turn, for layers whose operators take much memory per segment request."""
         from ..ops.linear_layer.triton.plan import plan_segments, unfilled_segments
 
         rows = segments.rows
@@ -64,7 +66,7 @@ class SharedPlans(OncePer):
         return plan
 
     def compose_parts(self, composed: Composed, device: torch.device, most: AtOnce) -> list[ComposePlan]:
-        """The same of composed requests."""
+        """Return a plan per turn, for layers whose operators take much memory per composed request."""
         from ..ops.linear_layer.triton.plan import plan_compose, unfilled_composed
 
         rows, ops = composed.rows, composed.ops
@@ -77,13 +79,14 @@ class SharedPlans(OncePer):
         )
 
     def slots(self, metadata: Any, slots: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-        """``slots(metadata)``: cache slots by batch row, contiguous."""
+        """Return ``slots(metadata)``, made once: cache slots by batch row, contiguous."""
         return self(metadata, "slots", lambda: slots(metadata))
 
 
 def warm_up_plans(device: torch.device) -> Iterator[tuple[int, SegmentPlan, ComposePlan]]:
-    """For every length of chunk: token rows of an input, and plans of operators over these, which compile all
-    that a pass runs.  Batch row 0 and record slot 0 are all that they use."""
+    """Yield, for every chunk length, a number of token rows and plans over these rows.
+
+    The plans compile every kernel that a pass runs, and use batch row 0 and record slot 0 alone."""
     from ..ops.linear_layer.triton.plan import CHUNKS, plan_compose, plan_segments
 
     for n in CHUNKS:

@@ -1,10 +1,10 @@
-"""Requests that decode with drafts, as linear layers run them: token by token, each state in its own slot.
+"""Linear layers for requests that decode with drafts: token by token, with each state in its own slot.
 
-vLLM reserves a request a cache slot for every token that it may decode in one pass, and says behind which of
-them it goes on: the last that was accepted.  With its own recurrence of several draft tokens on CPUs
-answers are not those without drafts.  Here the first tokens of all requests are one decoding batch, then the
-second ones, and so on: stock code runs them as it runs requests without drafts, and a slot holds all that is
-behind its token, the convolution's inputs among it.
+vLLM reserves one cache slot for every token that a request may decode in one pass.  A request continues from
+the slot of its last accepted token.  On CPUs, vLLM's recurrence over several draft tokens changes answers.
+This module makes one decode batch of the first tokens of all requests, one of the second tokens, and so on.
+Stock code runs these batches like requests without drafts.  A slot holds the whole state after its token,
+including the convolution's inputs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .layout import LinearStep, StockRows, stock_rows
 
 @dataclass(frozen=True)
 class Drafted:
-    """A batch in which requests decode with drafts, of one cache.
+    """A batch in which requests decode with drafts, with the slots of one KV cache group.
 
-    ``starts [requests + 1]``: token rows; ``resumed [requests]``: they have a state; ``slots [requests]``:
-    where it is, of those that do not decode.  ``decoding``: batch rows of those that do; ``behind [decoding,
-    1 + drafts]``: slots of the states behind each of their tokens; ``before [decoding]``: of the state that
-    they go on from.  Slots are int32.
+    ``starts [requests + 1]``: first token rows; ``resumed [requests]``: whether a request has a state;
+    ``slots [requests]``: slots of states, for requests that do not decode.  ``decoding``: batch rows of the
+    requests that decode; ``behind [decoding, 1 + drafts]``: slots of the states after each of their tokens;
+    ``before [decoding]``: slots of the states from which these requests continue.  Slots are int32.
     """
 
     starts: Sequence[int]
@@ -37,7 +37,7 @@ class Drafted:
 
     @property
     def whole(self) -> StockRows:
-        """The batch as if nobody had drafts."""
+        """The whole batch as a sub-batch of requests without drafts."""
         requests = len(self.resumed)
         rows = slice(0, self.starts[-1])
         return StockRows(0, rows, [*self.starts], [*range(requests)], [*map(int, self.resumed)])
@@ -45,9 +45,10 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Part:
-    """Token rows that stock code runs in one call.
+    """Token rows that one call runs.
 
-    ``moved``: slots whose states are copied before, and where to; ``metadata``: vLLM's, of these rows.
+    ``moved``: source and target slots of the states that :meth:`move` copies before the call; ``metadata``:
+    vLLM's metadata for these rows.
     """
 
     tokens: slice | torch.Tensor
@@ -55,7 +56,7 @@ class Part:
     metadata: Any
 
     def move(self, caches: Sequence[torch.Tensor]) -> None:
-        """Copy states in a layer's ``caches``."""
+        """Copy the states in ``moved`` within each of a layer's ``caches``."""
         of, into = self.moved
         if len(of):
             for cache in caches:
@@ -65,8 +66,10 @@ class Part:
 def special_part(
     drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
 ) -> Part:
-    """All rows, of which our operators run the special ones.  Who decodes among these has no drafts, and goes
-    from the state behind its last token into the first of its slots."""
+    """Return a part with all rows, of which our operators run those in ``work.special``.
+
+    A special request that decodes has no drafts; its state moves from the slot after its last token to its
+    first slot."""
     here = [i for i, row in enumerate(drafted.decoding) if row in work.special]
     of, into = drafted.before[here], drafted.behind[here, 0]
     slots = drafted.slots.clone()
@@ -80,7 +83,8 @@ def special_part(
 def parts(
     drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
 ) -> list[Part]:
-    """All rows that stock code runs, in order.  ``metadata_of(rows, slots [requests])``: of a sub-batch."""
+    """Return the parts that stock code runs, in order.  ``metadata_of(rows, slots [requests])`` makes the
+    metadata of a sub-batch."""
     nowhere = drafted.slots[:0].long()
     starts, decoding = drafted.starts, drafted.decoding
     found = []

@@ -1,7 +1,7 @@
-"""One forward pass as linear layers see it: which token rows are run by which operator, in which order.
+"""The layout of a pass for linear layers: it assigns token rows to operators and orders these.
 
-All linear layers of a pass share it.  Segment requests and composed requests with compose points are run by
-our operators, from programs (``ops/program.py``); everything else is left to stock code.
+All linear layers of a pass share the layout.  Our operators run segment requests and composed requests with
+compose points, from programs (``ops/program.py``); stock code runs all other rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 
 @dataclass(frozen=True)
 class Segments:
-    """Requests that are captured: ``rows`` is their program; ``ended`` the slots of interior records that
-    become complete; ``carried`` the requests whose interior another pass began or will end, in the order of
-    their numbers in the program; ``starting`` says of each whether it begins here."""
+    """Segment requests that this pass captures.
+
+    ``rows``: their program; ``ended``: slots of the interior records that become complete; ``carried``:
+    requests whose interior spans several passes, ordered by their ``carry`` number in the program;
+    ``starting``: for each carried request, whether its interior begins in this pass."""
 
     rows: torch.Tensor
     ended: tuple[int, ...]
@@ -31,7 +33,7 @@ class Segments:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """Their token rows, int64 on the host."""
+        """The token rows of the program, int64 on the host."""
         return _between((r.first, r.stop) for r in unpack(self.rows, SegmentRow))
 
 
@@ -39,8 +41,8 @@ class Segments:
 class Composed:
     """Composed requests with compose points or islands in this pass.
 
-    ``shifts [ops]`` int64: by how many positions an operation's record is moved, where states depend on
-    positions; 0 where there is none.
+    ``rows``, ``ops``: their program.  ``shifts [ops]`` int64: positions by which an operation relocates its
+    record, if states depend on positions; 0 for an operation without a record.
     """
 
     rows: torch.Tensor
@@ -49,17 +51,16 @@ class Composed:
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """Their token rows, int64 on the host, but for what is left to stock code."""
+        """The token rows of the program, int64 on the host, without the rows that stock code runs."""
         return _between((op.first, op.first + op.tokens) for op in unpack(self.ops, ComposeOp))
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Token rows ``[first, stop)`` of a composed request that stock code runs, from the state that our
-    operator left: all from the first block boundary after the last compose point on.
+    """Token rows ``[first, stop)`` of a composed request that stock code runs, after our operator.
 
-    A later turn that finds these blocks in vLLM's prefix cache runs the rows after them through stock code
-    too, so it gets the same bits.
+    The rows start at the first block boundary after the last compose point.  A later turn that finds these
+    blocks in vLLM's prefix cache also runs the next rows through stock code, so both turns get equal bits.
     """
 
     batch_row: int
@@ -69,11 +70,12 @@ class Rest:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """``special``: batch rows whose token rows our operators run, all or those before their ``rest``.
+    """The layout of a pass.
 
-    ``contexts`` gives captured requests the states of records that they go on from, before ``segments`` run
-    what follows: at their start, or behind a segment's head, whose rows it runs.  ``segments`` run one after
-    the other: a request that makes several records has a row in each.
+    ``special``: batch rows of the requests whose token rows our operators run, except rows in ``rest``.
+    ``contexts``: the program that sets captured requests to the states of records from which they continue.
+    The program runs before ``segments``, and also runs a segment's head before the record.  ``segments``
+    run in order: a request that makes several records has a row in each.
     """
 
     segments: tuple[Segments, ...]
@@ -93,10 +95,10 @@ NO_STEP = LinearStep((), None, frozenset(), ())
 
 @dataclass(frozen=True)
 class StockRows:
-    """A sub-batch for stock code, decodes first, as it expects.
+    """A sub-batch for stock code, with decodes first, as stock code expects.
 
-    ``tokens``: token rows in the batch, a slice where they are neighbours; ``starts [requests + 1]``: first
-    row of each request in the sub-batch; ``batch_rows``; ``computed``: tokens behind that first row.
+    ``tokens``: token rows in the batch, a slice if the rows are adjacent; ``starts [requests + 1]``: first
+    row of each request in the sub-batch; ``batch_rows [requests]``; ``computed [requests]``: earlier tokens.
     """
 
     decodes: int
@@ -107,24 +109,24 @@ class StockRows:
 
     @property
     def resumed(self) -> list[bool]:
-        """Whether a request has a state."""
+        """Whether each request has a state."""
         return [n > 0 for n in self.computed]
 
 
 @dataclass
 class _Layouts:
-    """Layouts of one pass, by tokens of a KV block."""
+    """The layouts of one pass, keyed by the tokens of a KV block."""
 
     by_block: dict[int, LinearStep] = field(default_factory=dict)
 
 
 def linear_step(step: StepContext, block: int) -> LinearStep:
-    """The step's layout for KV blocks of ``block`` tokens; built once per pass."""
+    """Return the step's layout for KV blocks of ``block`` tokens; built once per pass."""
     if step.decoding is not None:
-        return NO_STEP  # all compose points are behind it
+        return NO_STEP  # a decode pass lies after all compose points
     made = step.shared.of(_Layouts).by_block
     if block not in made:
-        # Of a page that grows only the end leaves something.
+        # A page that grows leaves a record only when it ends.
         captures = [c for c in step.captures if c.last or not c.plan.grows]
         captured = {c.row.index for c in captures}
         reading = [c for c in step.composed if c.islands or any(p.applies for p in c.points)]
@@ -141,8 +143,10 @@ def linear_step(step: StepContext, block: int) -> LinearStep:
 def stock_rows(
     work: LinearStep, bounds: Sequence[int], computed: Sequence[int], decodes: int
 ) -> StockRows | None:
-    """What is left to stock code of a batch with token rows ``bounds [requests + 1]`` and so many tokens
-    ``computed [requests]`` before, its first ``decodes`` requests being decodes; ``None``: nothing."""
+    """Return the rows of a batch that stock code runs; ``None`` without any.
+
+    ``bounds [requests + 1]``: first token row of each request; ``computed [requests]``: earlier tokens;
+    ``decodes``: number of leading requests that decode."""
     rows = range(len(bounds) - 1)
     runs = [(i, bounds[i], bounds[i + 1]) for i in rows if i not in work.special]
     before = sum(i < decodes for i, *_ in runs)
@@ -163,8 +167,9 @@ def stock_rows(
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is run at once of a captured request: ``capture``'s part of this chunk, and what stands before
-    it, from stream index ``s0`` on, and behind it, up to ``s1``."""
+    """The stream tokens ``[s0, s1)`` of a captured request that one program row runs.
+
+    The piece has the tokens of ``capture``, and tokens of this chunk before and after these."""
 
     capture: CaptureRow
     s0: int
@@ -172,8 +177,9 @@ class _Piece:
 
 
 def _in_turns(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> list[list[_Piece]]:
-    """The first records of all requests, then the second ones.  ``begun``: stream index, by batch row, before
-    which rows are run already."""
+    """Return the pieces of the first record of each request, then of the second record, and so on.
+
+    ``begun``: for each batch row, the stream index before which a contexts program has run the rows."""
     turns: list[list[_Piece]] = []
     for _, of_request in groupby(captures, key=lambda c: c.row.index):
         rows = list(of_request)
@@ -188,7 +194,8 @@ def _in_turns(captures: Sequence[CaptureRow], begun: Mapping[int, int]) -> list[
 
 
 def _segments(pieces: Sequence[_Piece], begun: Collection[int]) -> Segments:
-    """``begun``: batch rows of requests that have a state although this chunk is their first."""
+    """Return the program of ``pieces``.  ``begun``: batch rows of requests that a contexts program gave a
+    state, even in their first chunk."""
     rows: list[SegmentRow] = []
     ended: list[int] = []
     carried: list[tuple[str, bool]] = []
@@ -227,8 +234,9 @@ def _segments(pieces: Sequence[_Piece], begun: Collection[int]) -> Segments:
 
 
 def _contexts(starting: Sequence[ComposedRow]) -> tuple[Composed | None, dict[int, int]]:
-    """Segment requests that go on from the states of records in this pass; and, by batch row, the stream
-    index of the first token behind the last of these."""
+    """Return the program for segment requests that continue from records in this pass.
+
+    The second result has, by batch row, the stream index of the first token after the last such record."""
     if not starting:
         return None, {}
     ops: list[ComposeOp] = []
@@ -264,7 +272,7 @@ def _composed(composed: Sequence[ComposedRow], block: int) -> tuple[Composed | N
 
 
 def _walk(composed: ComposedRow, block: int, ops: list[ComposeOp], shifts: list[int]) -> int:
-    """Add one request's operations and shifts; the stream index behind the last token that they run."""
+    """Append one request's operations and shifts; return the stream index after the last token they run."""
     row, at = composed.row, composed.row.s0
 
     def run(stop: int, slot: int, mode: Mode, shift: int = 0) -> None:
@@ -293,10 +301,10 @@ def _between(ranges: Iterable[tuple[int, int]]) -> torch.Tensor:
 
 
 def _in_order(composed: ComposedRow) -> list[tuple[int, int, ComposePoint | None]]:
-    """What happens in this chunk: (index, index, compose point) and (an island's begin, end, ``None``)."""
+    """Return this chunk's events in order: (index, index, compose point) or (island begin, end, ``None``)."""
     points = [(p.at, p.at, p) for p in composed.points if p.applies]
     islands = [(begin, end, None) for begin, end in composed.islands]
-    # A record is applied before the island that begins where it is: islands are not empty.
+    # Islands are not empty, so a compose point sorts before an island that begins at its index.
     return sorted([*points, *islands], key=lambda happens: happens[:2])
 
 

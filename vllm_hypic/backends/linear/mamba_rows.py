@@ -1,5 +1,6 @@
-"""Metadata that vLLM's Mamba and short convolution layers have in common: their slots, and fields of a
-sub-batch: on CPU as far as stock code reads them, on CUDA what the builder would make."""
+"""Metadata of vLLM's Mamba and short convolution layers: cache slots, and the common fields of a sub-batch.
+
+On CPU, this module sets the fields that stock code reads; on CUDA, the fields that vLLM's builder sets."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .layout import StockRows
 
 
 def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
-    """Cache slots by batch row, contiguous: decodes come first; with drafts, the first of several."""
+    """Return cache slots by batch row, contiguous, decodes first; with drafts, each request's first slot."""
     decodes, prefills = metadata.state_indices_tensor_d, metadata.state_indices_tensor_p
     if decodes is not None and decodes.dim() == 2:
         decodes = decodes[:, 0]
@@ -25,7 +26,7 @@ def slots_of(metadata: BaseMambaAttentionMetadata) -> torch.Tensor:
 
 
 def drafted_of(metadata: BaseMambaAttentionMetadata) -> Drafted | None:
-    """The batch, if requests decode in it in an engine that drafts; on CPU."""
+    """Return the batch if the engine drafts and requests decode in this pass, else ``None``; on CPU."""
     accepted, behind = metadata.num_accepted_tokens, metadata.state_indices_tensor_d
     decoding = metadata.num_decodes
     if accepted is None or behind is None or not decoding:
@@ -44,14 +45,14 @@ def drafted_of(metadata: BaseMambaAttentionMetadata) -> Drafted | None:
 
 
 def with_slots_in_a_row(metadata: BaseMambaAttentionMetadata | None) -> None:
-    """Have stock kernels find slots one behind the other: where requests have some for drafts, too, vLLM
-    gives a column of their table."""
+    """Make the prefills' slots contiguous, as stock kernels need: with draft slots, vLLM passes a column of a
+    table."""
     if metadata is not None and (slots := metadata.state_indices_tensor_p) is not None:
         metadata.state_indices_tensor_p = slots.contiguous()
 
 
 def _counts(rows: StockRows) -> dict[str, Any]:
-    """How many requests and tokens of a sub-batch decode and are prefilled, by the metadata's names."""
+    """Return the numbers of requests and tokens in decode and prefill, by the metadata's field names."""
     first = rows.starts[rows.decodes]
     return dict(
         num_prefills=len(rows.batch_rows) - rows.decodes,
@@ -63,8 +64,10 @@ def _counts(rows: StockRows) -> dict[str, Any]:
 
 
 def cpu_fields(metadata: BaseMambaAttentionMetadata, rows: StockRows, slots: torch.Tensor) -> dict[str, Any]:
-    """Fields of the metadata of these rows, by name, as far as stock code reads it on CPU; the rest is vLLM's
-    defaults.  ``slots``: the rows' own.  Those of decodes are left out: layers take them in several forms."""
+    """Return the metadata fields for a sub-batch that stock code reads on CPU, by name.
+
+    ``slots``: the slots of the sub-batch.  The caller adds the slots of decodes, in the shape that its layer
+    takes."""
     decodes = rows.decodes
     return dict(
         **_counts(rows),
@@ -79,11 +82,11 @@ def cpu_fields(metadata: BaseMambaAttentionMetadata, rows: StockRows, slots: tor
 
 @dataclass(frozen=True)
 class MambaRows:
-    """What no cache has a say in; tensors on the device.
+    """The parts of a sub-batch's metadata that do not depend on a cache; tensors on the device.
 
-    ``batch_rows [requests]`` int64; ``decode_starts [decodes + 1]`` int32 where requests may decode with
-    drafts, else ``None``; what concerns prefills alone is ``None`` without any: ``starts [prefills + 1]``
-    int32, ``resumed [prefills]``, and what vLLM's convolution takes.
+    ``batch_rows [requests]`` int64; ``decode_starts [decodes + 1]`` int32 if requests may decode with drafts,
+    else ``None``.  All other fields are ``None`` without prefills: ``starts [prefills + 1]`` int32, ``resumed
+    [prefills]`` bool, and three arguments of vLLM's convolution.
     """
 
     rows: StockRows
@@ -112,7 +115,7 @@ class MambaRows:
         )
 
     def fields(self, metadata: BaseMambaAttentionMetadata, slots: torch.Tensor) -> dict[str, Any]:
-        """Fields of the sub-batch's metadata by name.  ``slots``: ``slots_of(metadata)`` of the batch."""
+        """Return the sub-batch's metadata fields by name.  ``slots``: ``slots_of(metadata)`` of the batch."""
         decodes, own = self.rows.decodes, slots.index_select(0, self.batch_rows)
         decoding, accepted = own[:decodes, None], None
         if self.decode_starts is not None:
@@ -135,5 +138,5 @@ class MambaRows:
 
 
 def prefill_starts(rows: StockRows) -> torch.Tensor:
-    """First row of each prefill among theirs, and behind the last, int32 on the host."""
+    """Return each prefill's first row, counted from the first prefill, and the end; int32 on the host."""
     return torch.tensor(rows.starts[rows.decodes :], dtype=torch.int32) - rows.starts[rows.decodes]

@@ -1,5 +1,5 @@
-"""Linear layers that vLLM has no class for: what it asks of a layer with a state, and the projections that
-flash-linear-attention's layers have in common."""
+"""A base of linear layers without a class in vLLM: vLLM's interface of layers with states, and projections
+that flash-linear-attention's layers share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class OwnLayer(nn.Module, MambaBase):
-    """Mixin behind :class:`~.base.LinearLayer`, of a model class of ours.
+    """Mixin behind :class:`~.base.LinearLayer` for layers of our model classes.
 
     ``forward(positions [tokens], hidden [tokens, hidden]) -> [tokens, hidden]``.
     """
 
     called: ClassVar[str]
-    """What messages call such layers."""
+    """The name of such layers in messages."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class OwnLayer(nn.Module, MambaBase):
         layers[prefix] = self
 
     def refusal(self) -> str | None:
-        """Why the platform does not run this layer, or ``None``."""
+        """Return why the platform does not run this layer, or ``None``."""
         if not current_platform.is_cpu():
             return f"{self.called} on this platform (served: CPU)"
         return None
 
     def _make_projections(self, *, gated: bool) -> None:
-        """``qkv_proj``, ``o_norm``, ``o_proj``, and ``g_proj`` where the output is ``gated``, by the names of
-        checkpoints, whose q, k and v are in one."""
+        """Make ``qkv_proj``, ``o_norm``, ``o_proj`` and, if ``gated``, ``g_proj``: the checkpoint's names,
+        with q, k and v fused."""
         config, quant, prefix = self.config, self.quant_config, self.prefix
         hidden, heads = config.hidden_size, config.num_heads
         self.qkv_proj = QKVParallelLinear(
@@ -72,8 +72,8 @@ class OwnLayer(nn.Module, MambaBase):
         )
 
     def _projected(self, read: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output from what its heads ``read [tokens, heads, V]``: normalised by heads, and gated
-        where it is."""
+        """Return the layer's output: ``read [tokens, heads, V]``, the heads' outputs, normalised per head,
+        gated if the layer has a gate, and projected."""
         rows = read.view(-1, read.shape[-1])
         gate = () if self.g_proj is None else (self.g_proj(hidden)[0].view_as(rows),)
         out: torch.Tensor = self.o_proj(self.o_norm(rows, *gate).view(len(hidden), -1))[0]
@@ -81,17 +81,17 @@ class OwnLayer(nn.Module, MambaBase):
 
     @classmethod
     def state_shapes(cls, config: Any, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of a layer's states on one of ``ranks`` ranks."""
+        """Return the shapes of a layer's states on one of ``ranks`` ranks."""
         raise NotImplementedError
 
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype, cache_config: Any) -> tuple[torch.dtype, ...]:
-        """Dtypes of a layer's states in a model of ``dtype``."""
+        """Return the dtypes of a layer's states in a model of ``dtype``."""
         raise NotImplementedError
 
     @classmethod
     def state_copies(cls) -> tuple[Any, ...]:
-        """vLLM's functions that copy a layer's states, one for each."""
+        """Return vLLM's functions that copy a layer's states, one per state."""
         raise NotImplementedError
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Qwen3-Next, Qwen3.5 and their MoE forms, Kimi-Linear, Bailing V3; on CPU OLMo-Hybrid)."""
+"""Gated DeltaNet: Qwen3-Next, Qwen3.5, their MoE forms, Kimi-Linear, Bailing V3; on CPU also OLMo-Hybrid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Replace vLLM's GDN layers by ours for this platform.  May run any number of times."""
+    """Replace vLLM's GDN layers by ours for this platform.  Repeated calls are safe."""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
     from vllm.platforms import current_platform
 
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def register_olmo() -> None:
-    """Replace OLMo-Hybrid's alone, of which vLLM has no recurrence on CPU."""
+    """Replace OLMo-Hybrid's layer alone; vLLM has no CPU recurrence for this layer."""
     from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
     from vllm.platforms import current_platform
 
@@ -31,7 +31,7 @@ def register_olmo() -> None:
 
 
 def register_kimi() -> None:
-    """Replace Kimi delta attention, of which vLLM has two layers and no recurrence on CPU."""
+    """Replace vLLM's two layers of Kimi delta attention; vLLM has no CPU recurrence for either layer."""
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
     from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
     from vllm.platforms import current_platform
@@ -59,7 +59,7 @@ def _olmo_class(*, cpu: bool) -> type[DeltaNet]:
 
 
 def _kimi_classes(*, cpu: bool) -> tuple[type[DeltaNet], type[DeltaNet]]:
-    """Kimi-Linear's and Bailing V3's."""
+    """Return our classes for Kimi-Linear and Bailing V3."""
     from . import kimi, kimi_cuda
 
     if cpu:

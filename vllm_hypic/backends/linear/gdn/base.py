@@ -1,4 +1,4 @@
-"""Gated DeltaNet under PIC: what all platforms and both of vLLM's layers share."""
+"""Gated DeltaNet under PIC: shared code of all platforms and of all such layers in vLLM."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..base import LinearLayer, Scratch
 from ..layout import Segments
 
 _CARRIED = 2
-"""Segment requests that are between two prefill chunks at a time; more take of vLLM's reserve."""
+"""Segment requests that may be between two prefill chunks at a time; more requests use vLLM's reserve."""
 _CHUNK = 64
 """Token rows of the longest chunk of the gated delta rule."""
 _FLOAT = torch.float32.itemsize
 
 
 class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
-    """Mixin before one of vLLM's layers: capture and composition by ``gdn_segments`` and ``gdn_compose``."""
+    """Mixin before a layer of vLLM: capture by ``gdn_segments`` and composition by ``gdn_compose``."""
 
     family = GATED_DELTA_NET
     channel_gates: ClassVar[bool] = False
-    """Channels of K decay apart."""
+    """Whether each channel of K has a separate decay."""
 
     if TYPE_CHECKING:  # vLLM's
         num_k_heads: int
@@ -41,7 +41,7 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
         kv_cache: tuple[torch.Tensor, torch.Tensor]
 
     def core(self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor) -> None:
-        """Recurrence of the whole batch into ``core [n, Hv, V]``, captured and composed as the step says."""
+        """Run the recurrence of the whole batch into ``core [n, Hv, V]``; capture and compose records."""
         self.run(gated_delta.Inputs(mixed_qkv, a, b), core)
 
     def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
@@ -50,7 +50,7 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
     def stock_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor
     ) -> None:
-        """vLLM's own recurrence over the batch that the forward context describes."""
+        """Run vLLM's own recurrence into ``core``, over the batch that the forward context describes."""
         raise NotImplementedError
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
@@ -60,7 +60,7 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
         return Scratch(rows * (self.terms_bytes() + channels * dtype.itemsize), carried)
 
     def terms_bytes(self) -> int:
-        """What is kept of a chunk's row while it is scanned."""
+        """Return the bytes that the operators keep per row of a chunk while these scan it."""
         heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
         return heads * (K + V + _CHUNK + (2 * K if self.channel_gates else 0)) * _FLOAT
 
@@ -68,12 +68,12 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
         return runtime.pool.records(self.prefix, LinearRecords)
 
     def cut(self, runtime: HypicRuntime, segments: Segments) -> list[gated_delta.Carry]:
-        """What the interiors that are cut here carry."""
+        """Return the carried data of the interiors that span passes."""
         state = self.records(runtime).state
         return self.carried(segments, lambda: gated_delta.Carry.beside(state))
 
     def weights(self) -> gated_delta.Weights:
-        """The layer's constants as the operators take them, made anew."""
+        """Prepare the layer's constants for the operators."""
         return gated_delta.Weights.prepare(
             self.conv_weight(),
             self.conv1d.bias,
@@ -84,7 +84,7 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
         )
 
     def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[conv_dim, k]``."""
+        """Return the depthwise weights ``[conv_dim, k]``."""
         weight: torch.Tensor = self.conv1d.weight
         return weight.view(weight.size(0), weight.size(-1))
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet under PIC on CPU: C++ operators, or PyTorch where they do not serve."""
+"""Gated DeltaNet under PIC on CPU: C++ operators, or PyTorch operators if C++ does not serve a layer."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _NO_DRAFTS = dict(
     non_spec_token_indx=None,
     num_accepted_tokens=None,
 )
-"""Fields of vLLM's metadata where no request has drafts."""
+"""The fields of vLLM's metadata for a batch without drafts."""
 
 
 class CPUDeltaNet(DeltaNet):
-    """Mixin before one of vLLM's layers: capture and composition on CPU."""
+    """Mixin before a layer of vLLM: capture and composition on CPU."""
 
     _views: _Views | None = None
     num_spec: int
-    """Rows that vLLM's kernels keep of a convolution for drafts.  Here what is behind a draft is in a slot of
-    its own, each as large as without drafts."""
+    """Convolution inputs that vLLM's kernels keep for drafts; 0 here.  Each draft's state has a separate
+    slot, as large as without drafts."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = self.num_speculative_tokens = 0  # as one or the other layer of vLLM's calls it
+        self.num_spec = self.num_speculative_tokens = 0  # the attribute's names in vLLM's layers
 
     def run_segments(
         self,
@@ -125,7 +125,7 @@ class CPUDeltaNet(DeltaNet):
         return Drafted(starts, resumed.bool().tolist(), slots, rows, behind, before)
 
     def kernel_refusal(self) -> str | None:
-        """Why the C++ operators do not serve this layer, or ``None``."""
+        """Return why the C++ operators do not serve this layer, or ``None``."""
         return self._current_views().refusal
 
     def weights_changed(self) -> None:
@@ -137,7 +137,7 @@ class CPUDeltaNet(DeltaNet):
         return self._views
 
     def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[conv_dim, k]``; vLLM packs its own copy in place on AVX512-BF16."""
+        """Return the unpacked depthwise weights ``[conv_dim, k]``; vLLM packs its copy on AVX512-BF16."""
         unpacked: torch.Tensor | None = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
         return super().conv_weight() if unpacked is None else unpacked
 
@@ -146,15 +146,15 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
     """vLLM's CPU layer of Qwen's models plus capture and composition."""
 
     def refusal(self) -> str | None:
-        # Stock code says so only when the first plain request runs, and ends the engine.
+        # Stock code checks the dtype only in the first plain request, and a failure there ends the engine.
         dtype = self.conv1d.weight.dtype
         if dtype == torch.bfloat16:
             return None
         return f"{dtype} (vLLM's CPU layer takes bfloat16 alone: use --dtype bfloat16)"
 
     def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The stock method, but for the core operator: opaque to the compiler, it looks at the step at run
-        time."""
+        """Run the stock method with our custom operator as its core.  The operator is opaque to the compiler,
+        so it can read the step at run time."""
         mixed_qkv, z, b, a = self._project(hidden_states)
         core = torch.zeros(
             (hidden_states.size(0), self.num_v_heads // self.tp_size, self.head_v_dim),
@@ -169,7 +169,7 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
     ) -> None:
         by_layer = get_forward_context().attn_metadata
         if by_layer is not None:
-            # Where requests have slots for drafts, too, it is a column of their table.
+            # With draft slots, the tensor is a column of a table; stock kernels need contiguous slots.
             metadata = by_layer[self.prefix]
             metadata.non_spec_state_indices_tensor = metadata.non_spec_state_indices_tensor.contiguous()
         cpu_gdn_attention_core(mixed_qkv, b, a, core, _encode_layer_name(self.prefix))
@@ -177,7 +177,7 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
     def _project(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Stock input projections: mixed qkv ``[n, conv_dim]``, z ``[n, Hv, V]``, b and a ``[n, Hv]``."""
+        """Return stock's projections: mixed qkv ``[n, conv_dim]``, z ``[n, Hv, V]``, b and a ``[n, Hv]``."""
         mixed_qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
         if self.gqa_interleaved_layout:
@@ -191,7 +191,7 @@ class HypicCPUGatedDeltaNet(CPUDeltaNet, HypicGatedDeltaNet):
 
 
 class _Views:
-    """A layer's constants and caches as our operators take them, and the operators that serve it."""
+    """A layer's constants and caches in the form of our operators, and the operators that serve the layer."""
 
     def __init__(self, layer: CPUDeltaNet) -> None:
         conv, state = layer.kv_cache
@@ -215,7 +215,7 @@ def _hypic_gdn_attention_core(
     core_attn_out: torch.Tensor,
     layer_name: LayerNameType,
 ) -> None:
-    """Custom operator: hands over to the layer."""
+    """Run the core of the named layer into ``core_attn_out``, as a custom operator."""
     layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
     layer.core(mixed_qkv, b, a, core_attn_out)
 

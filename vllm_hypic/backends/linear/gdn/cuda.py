@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
 
 SUMMARY_BYTES = 256 << 20
-"""Summaries of interiors that a layer has at once: segment requests of a pass beyond that come after."""
+"""Most bytes of interiors' summaries in a layer at once; later turns run the rest of a pass's segments."""
 UNFILLED_BYTES = 64 << 20
-"""What the rows take that the last chunks of stretches lack: requests beyond that come after, too."""
+"""Most bytes of the rows that the last chunks of stretches lack; later turns run the rest of the requests."""
 
 
 @dataclass
 class _SharedParts:
-    """What the layers share of one pass beside their plans."""
+    """The values of one pass that its layers share, besides plans."""
 
     sub_batch: Once[_SubBatch] = field(default_factory=Once)
 
 
 class CUDADeltaNet(DeltaNet):
-    """Mixin before one of vLLM's layers: capture and composition on CUDA."""
+    """Mixin before a layer of vLLM: capture and composition on CUDA."""
 
     _views: _Views | None = None
 
@@ -73,7 +73,7 @@ class CUDADeltaNet(DeltaNet):
     ) -> None:
         from ...ops.gated_delta.triton import operators
 
-        most = AtOnce(unfilled=self._at_once().unfilled)  # nothing is kept of a request
+        most = AtOnce(unfilled=self._at_once().unfilled)  # composed requests have no summaries
         plans = step.shared.of(SharedPlans).compose_parts(composed, step.device, most)
         views, records = self._current_views(), self.records(runtime)
         caches = views.caches(self._slots(step))
@@ -81,8 +81,8 @@ class CUDADeltaNet(DeltaNet):
             operators.run_compose(plan, x, views.weights, caches, out, records)
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        """What a pass of so many rows allocates: also for rows that chunks lack, and summaries of interiors,
-        which the operators keep while they run."""
+        """Return the bytes for passes of at most ``rows`` token rows.  Working memory includes rows that last
+        chunks lack, and summaries of interiors, which the operators keep while these run."""
         from ...ops.linear_layer.triton.plan import CHUNKS
 
         own, most = super().scratch(rows, dtype), self._at_once()
@@ -97,12 +97,12 @@ class CUDADeltaNet(DeltaNet):
         return max(1, SUMMARY_BYTES // self._summary_bytes())
 
     def _summary_bytes(self) -> int:
-        """Bytes of one interior's summary: S before and behind it, and T, in float32."""
+        """Return the bytes of one interior's summary: S before and after the interior, and T, in float32."""
         heads, K, V = self.num_v_heads // self.tp_size, self.head_k_dim, self.head_v_dim
         return heads * ((2 * V + K) * K + 1) * torch.float32.itemsize
 
     def _slots(self, step: StepContext) -> torch.Tensor:
-        """Cache slots by batch row, contiguous: vLLM gives a column of a table where it copies nothing."""
+        """Return cache slots by batch row, contiguous, as vLLM may pass a column of a table."""
         metadata = get_forward_context().attn_metadata[self.prefix]
         return self._slots_of(step, metadata)
 
@@ -113,7 +113,7 @@ class CUDADeltaNet(DeltaNet):
         def by_batch_row(of: GDNAttentionMetadata) -> torch.Tensor:
             if drafting is None:
                 return slots.contiguous()
-            # Requests that decode with drafts are stock code's alone: nobody looks theirs up.
+            # Stock code alone runs requests that decode with drafts, so no operator reads their slots here.
             others = (~drafting[: self.requests(of)]).numpy().nonzero()[0]
             (rows,) = step.on_device(others)
             return slots.new_zeros(self.requests(of)).index_copy_(0, rows, slots[: len(others)])
@@ -126,9 +126,10 @@ class CUDADeltaNet(DeltaNet):
     def sub_batch(
         self, step: StepContext, metadata: GDNAttentionMetadata, rows: StockRows
     ) -> GDNAttentionMetadata:
-        """Metadata as vLLM's builder would make it of these rows alone.
+        """Return the metadata that vLLM's builder would make for these rows alone.
 
-        All requests that decode with drafts are among them, in their order: what is said of these stays.
+        ``rows`` has all requests that decode with drafts, in order, so their fields stay unchanged.  Raises
+        ``RuntimeError`` if ``rows`` lacks such a request.
         """
         masks = metadata.spec_sequence_masks_cpu
         shared = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows, masks))
@@ -166,17 +167,17 @@ class CUDADeltaNet(DeltaNet):
         )
 
     def kernel_refusal(self) -> str | None:
-        """Why the Triton operators do not serve this layer, or ``None``."""
+        """Return why the Triton operators do not serve this layer, or ``None``."""
         views = self._current_views()
         nowhere = torch.zeros(0, dtype=torch.int32, device=views.state.device)
         reason = gated_delta.refuses(views.weights, views.caches(nowhere))
         return None if reason is None else f"gated delta net with {reason}"
 
     def warm_up(self, runtime: HypicRuntime) -> None:
-        """Compile the operators for every length of chunk.
+        """Compile the operators for every chunk length.
 
-        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
-        holds nothing yet.
+        The operators run on the cache's block 0, which vLLM reserves for padding, and on record slot 0 of an
+        empty pool.
         """
         from ...ops.gated_delta.triton import operators
 
@@ -207,23 +208,24 @@ class CUDADeltaNet(DeltaNet):
 class HypicCUDAGatedDeltaNet(CUDADeltaNet, HypicGatedDeltaNet):
     """vLLM's CUDA layer plus capture and composition.
 
-    vLLM's custom operator looks the layer up by name and calls its ``_forward_core``, so the compiled graph
-    is stock vLLM's and only that method is ours.
+    vLLM's custom operator looks the layer up by name and calls its ``_forward_core``.  So the compiled graph
+    is stock vLLM's, and the plugin replaces that method alone.
     """
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        """Same contract as the stock method, which vLLM's custom operator calls."""
+        """Run the recurrence into ``core_attn_out``, with the contract of the stock method."""
         self.core(mixed_qkv, b, a, core_attn_out)
 
     def _forward_core_fused_norm_packed(
         self, mixed_qkvz: torch.Tensor, ba: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        """Same contract as the stock method, which another custom operator calls where drafts may be: it
-        runs passes in which all decode with drafts, none of which has rows of ours, and calls
-        ``_forward_core`` for others."""
-        if not self.hypic_reached:  # without metadata it calls neither
+        """Run the stock method, which another custom operator calls in engines with drafts.
+
+        The stock method itself runs passes in which all requests decode with drafts, without rows for our
+        operators.  For all other passes, it calls ``_forward_core``."""
+        if not self.hypic_reached:  # without metadata, the stock method does not call `_forward_core`
             self.hypic_reached = True
         super()._forward_core_fused_norm_packed(mixed_qkvz, ba, core_attn_out)
 
@@ -234,14 +236,14 @@ class HypicCUDAGatedDeltaNet(CUDADeltaNet, HypicGatedDeltaNet):
 
 
 class _Views:
-    """A layer's constants and caches as our operators take them."""
+    """A layer's constants and caches in the form of our operators."""
 
     def __init__(self, layer: CUDADeltaNet) -> None:
         conv, state = layer.kv_cache
         self.of = conv
         self.weights = layer.weights()
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
-        # [slots, k - 1, dim]; behind these rows stock code keeps drafts.
+        # [slots, k - 1, dim]; stock code keeps the inputs of drafts after these rows.
         self.conv = conv[:, : len(self.weights.weight) - 1]
         self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
 
@@ -251,11 +253,12 @@ class _Views:
 
 @dataclass(frozen=True)
 class _SubBatch:
-    """The parts of a sub-batch's metadata that no cache has a say in; tensors on the device.
+    """The parts of a sub-batch's metadata that do not depend on a cache; tensors on the device.
 
-    ``batch_rows [requests]`` int64, ``starts [requests + 1]`` int32, ``resumed [requests]``: of those that do
-    not decode with drafts; what concerns prefills alone is ``None`` without any.  Where some do, so many are
-    ``drafting``, ``masks`` says which of all, and token rows are told apart.
+    ``batch_rows [requests]`` int64, ``starts [requests + 1]`` int32 and ``resumed [requests]`` cover all
+    requests except drafting requests, which decode with drafts.  Fields of prefills are ``None`` without
+    prefills.  ``drafting``: number of drafting requests; ``masks``: whether each request drafts;
+    ``drafting_tokens``, ``other_tokens``: token rows of these requests and of the rest.
     """
 
     batch_rows: torch.Tensor
@@ -280,7 +283,8 @@ class _SubBatch:
 
     @staticmethod
     def of(step: StepContext, rows: StockRows, masks: torch.Tensor | None) -> _SubBatch:
-        """``masks [batch rows]``: which requests of the whole batch decode with drafts; ``None``: none."""
+        """Return the parts for ``rows``.  ``masks [batch rows]``: whether each request of the whole batch
+        decodes with drafts; ``None`` without drafts."""
         if masks is None:
             return _SubBatch._without_drafts(step, rows)
         mask = masks[rows.batch_rows]
@@ -297,7 +301,7 @@ class _SubBatch:
             [rows.computed[i] for i in left],
         )
         made = _SubBatch._without_drafts(step, alone)
-        if not left:  # as vLLM's builder has it
+        if not left:  # vLLM's builder makes the same difference
             tokens, made = [part.int() for part in tokens], replace(made, starts=None)
         return replace(
             made,

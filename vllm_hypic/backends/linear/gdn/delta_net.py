@@ -1,7 +1,7 @@
-"""The delta net of flash-linear-attention under PIC, on CPU: the gated delta rule whose gates are open.
+"""The delta net of flash-linear-attention under PIC, on CPU: the gated delta rule with open gates.
 
 Per head ``S <- (I - beta k k^T) S + beta k v^T``; arXiv:2406.06484.  Nothing decays, so a transition keeps
-its norm along what no key points to, and no head dies.  vLLM has no such layer; all rows run ours.
+its norm along directions without keys, and no head dies.  vLLM has no such layer; our operators run all rows.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 IDENTITY_TAPS = 2
-"""Taps of the convolution of a model that has none: the operators want at least two; the last passes its
-input on."""
+"""Taps of the identity convolution for a model without convolution: the operators need at least two taps, and
+the last tap passes its input on."""
 
 
 class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
-    """Projections, convolutions and norm under the names of the checkpoint."""
+    """A delta-net layer: projections, convolutions and norm under the checkpoint's names."""
 
     called = "the delta net"
     refusal = OwnLayer.refusal
@@ -57,20 +57,20 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         mixed, b = self.qkv_proj(hidden)[0], self.b_proj(hidden)[0]
         core = hidden.new_zeros(len(hidden), self.num_v_heads // self.tp_size, self.head_v_dim)
-        gates = torch.zeros_like(b)  # whatever they say, see `weights`
+        gates = torch.zeros_like(b)  # their values have no effect, see `weights`
         torch.ops.vllm.hypic_gdn_attention_core(mixed, b, gates, core, _encode_layer_name(self.prefix))
         return self._projected(core, hidden)
 
     def weights(self) -> gated_delta.Weights:
-        """The layer's constants as the operators take them, with a rate of zero: whatever the gates say, no
-        state decays."""
+        """Prepare the layer's constants for the operators, with a decay rate of zero: no gate value makes a
+        state decay."""
         heads = torch.zeros(self.num_v_heads // self.tp_size)
         largest = 2.0 if self.config.allow_neg_eigval else 1.0
         taps = self.conv_weight().detach().t().float().contiguous()
         return gated_delta.Weights(taps, None, heads, heads, len(heads), self.l2_eps, largest)
 
     def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[channels, k]``; without convolutions those that change nothing."""
+        """Return the depthwise weights ``[channels, k]``; without convolutions, those of the identity."""
         if not self.config.use_short_conv:
             taps = torch.zeros(self.conv_dim // self.tp_size, IDENTITY_TAPS)
             taps[:, -1] = 1
@@ -92,7 +92,7 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
 
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype, cache_config: Any) -> tuple[torch.dtype, ...]:
-        """The convolution's, and the recurrence's, fp32 unless told otherwise."""
+        """Return the dtypes of the convolution's and the recurrence's state; the latter defaults to fp32."""
         found: tuple[torch.dtype, ...] = MambaStateDtypeCalculator.kda_state_dtype(
             dtype, cache_config.mamba_cache_dtype, cache_config.mamba_ssm_cache_dtype
         )
@@ -105,7 +105,7 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
 
 
 class _Taps(nn.Module):
-    """A depthwise convolution's ``weight [channels, 1, k]`` on this rank."""
+    """The ``weight [channels, 1, k]`` of a depthwise convolution on this rank."""
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Kimi delta attention (KDA) under PIC: the gated delta rule with a gate of every channel; layers for CPUs.
+"""Kimi delta attention (KDA) under PIC: the gated delta rule with a gate per channel; layers for CPUs.
 
 Per head ``S <- (I - beta k k^T) Diag(e^g) S + beta k v^T`` with ``g [K]``; arXiv:2510.26692, section 3.  vLLM
-has this recurrence in Triton alone, so on CPUs ordinary rows run ours, too, as OLMo-Hybrid's do.  It has two
-layers, for Kimi-Linear and for Bailing V3 (Ling 3).
+has this recurrence in Triton alone, so on CPUs our operators also run plain rows, as for OLMo-Hybrid.  vLLM
+has two KDA layers, for Kimi-Linear and for Bailing V3 (Ling 3).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .own_recurrence import OwnRecurrence
 
 
 class KimiDelta(DeltaNet):
-    """Mixin before either of vLLM's layers and what a platform adds: names and constants."""
+    """Mixin before a KDA layer of vLLM and a platform's mixin: it sets attribute names and constants."""
 
     channel_gates = True
 
@@ -32,13 +32,13 @@ class KimiDelta(DeltaNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # As vLLM's other layers call them.
+        # `DeltaNet` reads the attribute names of vLLM's other GDN layers.
         self.num_k_heads = self.num_v_heads = self.num_heads
         self.head_k_dim = self.head_v_dim = self.head_dim
         self.conv_dim = 3 * self.num_heads * self.head_dim
 
     def gate_bound(self) -> float | None:
-        """What log decays are multiplied by behind a sigmoid; ``None``: they are not bounded."""
+        """Return the factor of the sigmoid that bounds log decays; ``None``: log decays have no bound."""
         raise NotImplementedError
 
     def weights(self) -> gated_delta.Weights:
@@ -54,7 +54,7 @@ class KimiDelta(DeltaNet):
 
 
 class BailingDelta(KimiDelta):
-    """Mixin before Bailing V3's layer: its constants."""
+    """Mixin before Bailing V3's layer that reads this layer's constants."""
 
     if TYPE_CHECKING:  # vLLM's
         q_conv1d: Any
@@ -64,7 +64,7 @@ class BailingDelta(KimiDelta):
         safe_gate: bool
 
     def conv_weight(self) -> torch.Tensor:
-        """Depthwise weights ``[3 H K, k]``; vLLM has a convolution each for q, k and v."""
+        """Return the depthwise weights ``[3 H K, k]``, joined from vLLM's convolutions of q, k and v."""
         return torch.cat([conv.weight.flatten(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
 
     def gate_bound(self) -> float | None:
@@ -73,8 +73,8 @@ class BailingDelta(KimiDelta):
 
 
 class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention):
-    """Stock projections and output stay; ``_forward``, which runs convolution, recurrence and norm, is ours.
-    vLLM does not compile its models."""
+    """Kimi-Linear's layer on CPU, with stock projections and output.  Our ``_forward`` runs convolution,
+    recurrence and norm.  vLLM does not compile Kimi-Linear models."""
 
     def _forward(
         self,
@@ -84,10 +84,12 @@ class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention)
         beta: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        """Same contract as the stock method: ``mixed_qkv [n, 3 H K]``, gates of the recurrence and of its
-        output ``g1 [1, n, H, K]``, ``g2 [n, H, K]``, ``beta [1, n, H]``."""
+        """Run the layer's core into ``core_attn_out``, with the contract of the stock method.
+
+        ``mixed_qkv [n, 3 H K]``; ``g1 [1, n, H, K]``: gates of the recurrence; ``g2 [n, H, K]``: gates of its
+        output; ``beta [1, n, H]``."""
         if get_forward_context().attn_metadata is None:
-            core_attn_out.zero_()  # vLLM's profile run; stock code leaves what happens to stand there
+            core_attn_out.zero_()  # in vLLM's profile run, stock code leaves uninitialised memory
             return
         self.core(mixed_qkv, beta[0], g1[0], core_attn_out[0])
         core_attn_out.copy_(self.o_norm(core_attn_out, g2))
@@ -98,11 +100,13 @@ class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention)
 
 
 class HypicCPUBailingDeltaNet(BailingDelta, OwnRecurrence, BailingMoeV3KimiDeltaAttention):
-    """Stock projections, norm and output stay.  The stock ``forward`` calls a kernel of Triton for the gates,
-    which our operators take as they are projected; so it is ours, with our custom operator in its graph."""
+    """Bailing V3's layer on CPU, with stock projections, norm and output.
+
+    The stock ``forward`` computes gates in a Triton kernel, while our operators take the projected gates.  So
+    the plugin replaces ``forward``, whose compiled graph has our custom operator."""
 
     def forward(self, hidden_states: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
-        """Same contract as the stock method: ``hidden_states``, ``output [n, hidden]``."""
+        """Run the layer into ``output``, as the stock method: ``hidden_states``, ``output [n, hidden]``."""
         channels = 3 * self.projection_size_per_partition
         if self.qkvb_proj is None:
             mixed, beta = self.qkv_proj(hidden_states)[0], self.b_proj(hidden_states)[0]

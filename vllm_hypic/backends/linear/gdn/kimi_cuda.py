@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Rows(gated_delta.Inputs):
-    """And the gates of the output's norm, ``opening [rows, H, K]``."""
+    """Operator inputs plus ``opening [rows, H, K]``, the gates of the output's norm."""
 
     opening: torch.Tensor
 
@@ -33,8 +33,8 @@ class _Rows(gated_delta.Inputs):
 
 
 class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention):
-    """Kimi-Linear's layer plus capture and composition.  Stock ``_forward``, which runs convolution,
-    recurrence and norm, is called for the rows that are not ours."""
+    """Kimi-Linear's layer plus capture and composition.  For rows that our operators do not run, the stock
+    ``_forward`` runs convolution, recurrence and norm."""
 
     @eager_break_during_capture
     def _forward(
@@ -47,7 +47,7 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
     ) -> None:
         """Same contract as the stock method: ``mixed_qkv [n, 3 H K]``, gates of the recurrence and of its
         output ``g1 [1, n, H, K]``, ``g2 [n, H, K]``, ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
-        if get_forward_context().attn_metadata is not None:  # else vLLM's profile run
+        if get_forward_context().attn_metadata is not None:  # vLLM's profile run has no metadata
             self.run(_Rows(mixed_qkv, g1[0], beta[0], g2), core_attn_out[0])
 
     def run_special(
@@ -60,7 +60,7 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
     ) -> None:
         super().run_special(runtime, step, work, x, out)
         assert isinstance(x, _Rows)
-        # Of all rows: those of stock code are written afterwards.
+        # The norm runs over all rows, because stock code overwrites its rows afterwards.
         out.copy_(self.o_norm(out[None], x.opening)[0])
 
     def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
@@ -75,8 +75,8 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
 class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDeltaAttention):
     """Bailing V3's layer plus capture and composition.
 
-    Its custom operator looks the layer up by name and calls ``_forward`` with q, k and v apart, log decays
-    and write strengths: the compiled graph is stock vLLM's.
+    vLLM's custom operator looks the layer up by name and calls ``_forward`` with separate q, k and v, log
+    decays and write strengths.  So the compiled graph is stock vLLM's.
     """
 
     def _forward(
@@ -88,9 +88,11 @@ class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDelta
         beta: torch.Tensor,
         core_attn_out: torch.Tensor,
     ) -> None:
-        """Same contract as the stock method: ``q_proj_states``, ``k_``, ``v_ [n, H K]``, ``g1 [1, n, H, K]``,
-        ``beta [1, n, H]``, ``core_attn_out [1, n, H, K]``."""
-        if not self.hypic_reached:  # setting an attribute of a module is slow
+        """Run the layer's core into ``core_attn_out [1, n, H, K]``, with the contract of the stock method.
+
+        ``q_proj_states``, ``k_proj_states``, ``v_proj_states [n, H K]``; ``g1 [1, n, H, K]``: log decays;
+        ``beta [1, n, H]``: write strengths."""
+        if not self.hypic_reached:  # the test avoids a slow assignment to a module's attribute
             self.hypic_reached = True
         runtime = self.hypic_runtime
         parts = q_proj_states, k_proj_states, v_proj_states

@@ -1,4 +1,4 @@
-"""The gated delta net of OLMo-Hybrid under PIC: beta up to 2, heads of K x V with K != V.  Served on CPU."""
+"""The gated delta net of OLMo-Hybrid under PIC, on CPU alone: beta is up to 2, and K and V differ in size."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .own_recurrence import OwnRecurrence
 
 
 class HypicOlmoDeltaNet(DeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """Elsewhere than on CPU: refused by name."""
+    """The layer on platforms other than CPU, which start-up refuses with OLMo-Hybrid's name."""
 
     def refusal(self) -> str | None:
         return "OLMo-Hybrid's gated delta net on this platform (served: CPU)"
 
 
 class HypicCPUOlmoDeltaNet(OwnRecurrence, OlmoHybridGatedDeltaNetAttention):
-    """vLLM's layer plus capture and composition, and the recurrence of ordinary rows.
+    """vLLM's layer plus capture, composition and the recurrence of plain rows.
 
-    vLLM's custom operator looks the layer up by name and calls its ``_full_forward``, so the compiled graph
-    is stock vLLM's and only the recurrence in it is ours.
+    vLLM's custom operator looks the layer up by name and calls its ``_full_forward``.  So the compiled graph
+    is stock vLLM's, and the plugin replaces the recurrence alone.
     """
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        """Same contract as the stock method."""
+        """Run the recurrence into ``core_attn_out``, with the contract of the stock method."""
         self.core(mixed_qkv, b, a, core_attn_out)
 
     def weights(self) -> gated_delta.Weights:

@@ -1,5 +1,6 @@
-"""The recurrence of ordinary rows, where vLLM has it for GPUs alone: here they are composed requests without
-records, in a program of their own."""
+"""The recurrence of plain rows, for layers whose recurrence vLLM has on GPUs alone.
+
+A separate program runs plain requests as composed requests without records."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class OwnRecurrence(CPUDeltaNet):
-    """Mixin before one of vLLM's layers: all rows are ours, with a pool or without."""
+    """Mixin before a layer of vLLM whose rows all run in our operators, with or without a pool."""
 
     l2_eps = 1e-6
-    """Added to the squared lengths by which q and k are divided, as in the kernels that vLLM calls for these
+    """Epsilon added to the squared norms of q and k in their normalisation, as in vLLM's kernels for these
     layers."""
 
     def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
         by_layer = get_forward_context().attn_metadata
         if by_layer is None or (metadata := by_layer.get(self.prefix)) is None:
-            return  # vLLM's profile run
+            return  # vLLM's profile run has no metadata
         views = self._current_views()
         caches = views.caches(metadata.non_spec_state_indices_tensor)
         views.ops.gdn_compose(
@@ -37,7 +38,7 @@ class OwnRecurrence(CPUDeltaNet):
 
 
 def _no_records(caches: gated_delta.Caches, inputs: torch.Tensor) -> LinearRecords:
-    """The records of a pool without slots, for requests that read no record."""
+    """Return the records of a pool without slots, for requests that read no record."""
     heads, K, V = caches.state.shape[1:]
     return LinearRecords(
         state=torch.empty(0, heads, K, V),
@@ -48,7 +49,7 @@ def _no_records(caches: gated_delta.Caches, inputs: torch.Tensor) -> LinearRecor
 
 
 def _program(metadata: GDNAttentionMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and operations that run the whole batch."""
+    """Return the rows and operations of a program that runs the whole batch."""
     requests: int = metadata.num_decodes + metadata.num_prefills
     starts: Any = metadata.non_spec_query_start_loc
     resumed = metadata.has_initial_state

@@ -1,4 +1,4 @@
-"""Lightning attention (Ring and Ling 2.5 and 2.6), on CPUs; on GPUs it is refused."""
+"""Lightning attention (Ring and Ling 2.5 and 2.6) on CPUs; the plugin refuses it on GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Replace vLLM's layer by ours.  May run any number of times."""
+    """Replace vLLM's layer by ours.  Repeated calls are safe."""
     from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
 
     from ..base import replace_layer

@@ -1,10 +1,10 @@
-"""Linear layers with decays under PIC on CPU: what lightning attention, retention and gated linear attention
-share.
+"""Linear layers with decays under PIC on CPU: shared code of lightning attention, retention and gated linear
+attention.
 
-Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q``; of lightning attention and retention ``g`` is a
-constant of all channels.  vLLM has these recurrences in Triton alone, or not at all, so ordinary rows run
-ours, too.  A record's state is that of the positions at which it was computed; where a layer rotates q and k,
-composing rotates the state's K axis to where it stands.
+Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q``; in lightning attention and retention, ``g`` is one
+constant per head.  vLLM has these recurrences in Triton alone or not at all, so our operators also run plain
+rows.  A record's state belongs to the positions at which a segment request computed it.  If a layer rotates
+q and k, composition rotates the state's K axis to the record's place in the prompt.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
-    """Mixin before a layer whose one state is ``[H, K, V]``: capture and composition, and the recurrence of
-    ordinary rows.  Inputs are behind projections, norms and rotation."""
+    """Mixin before a layer with one state ``[H, K, V]``: it adds capture, composition, and the recurrence of
+    plain rows.  Projections, norms and rotation have produced the inputs."""
 
     channel_gates: ClassVar[bool] = False
-    """Whether each channel of K has a decay of its own, not each head."""
+    """Whether each channel of K has a separate decay, instead of each head."""
     rotary_emb: Any
     _table: torch.Tensor | None = None
-    """Cosines and sines ``[positions, rotated dimensions]`` by which q and k are rotated (``rotation.py``);
-    ``None``: they are not."""
+    """Cosines and sines ``[positions, rotated dimensions]`` of the rotation of q and k (``rotation.py``);
+    ``None`` without rotation."""
 
     if TYPE_CHECKING:  # vLLM's
         kv_cache: tuple[torch.Tensor, ...]
@@ -101,7 +101,7 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         return made
 
     def kernel_refusal(self) -> str | None:
-        """Why the C++ operators do not serve this layer, or ``None``."""
+        """Return why the C++ operators do not serve this layer, or ``None``."""
         return decay_attention.native.refuses(torch.float32, self.kv_cache[0])
 
     def _metadata(self) -> BailingLinearAttentionMetadata:
@@ -109,7 +109,7 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         return found
 
     def _no_records(self) -> RetentionRecords:
-        """The records of a pool without slots, for requests that read no record."""
+        """Return the records of a pool without slots, for requests that read no record."""
         state = self.kv_cache[0].new_empty(0, *self.kv_cache[0].shape[1:], dtype=torch.float32)
         log = state[..., 0] if self.channel_gates else state[..., 0, 0]
         return RetentionRecords(state, log.contiguous())

@@ -1,7 +1,7 @@
-"""Lightning attention under PIC on CPU: a constant decay a head, q and k rotated inside the layer.
+"""Lightning attention under PIC on CPU: each head has a constant decay, and the layer rotates q and k.
 
-Per head ``S <- e^{-slope} S + k v^T``, ``y = S^T q``; arXiv:2401.04658, with RoPE as MiniMax-01
-(arXiv:2501.08313) has it in its attention layers.
+Per head ``S <- e^{-slope} S + k v^T``, ``y = S^T q``; arXiv:2401.04658, with the RoPE of MiniMax-01's
+attention layers (arXiv:2501.08313).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 
 class HypicLightning(DecayingLayer, BailingMoELinearAttention):
-    """vLLM's layer plus capture and composition, and the recurrence of ordinary rows.
+    """vLLM's layer plus capture, composition and the recurrence of plain rows.
 
-    Stock projections, norms, rotation and gate stay; what the layer does with the recurrence's inputs is
-    ours.
+    Stock code computes projections, norms, rotation and gate; our operators compute the recurrence.
     """
 
     family = LIGHTNING
@@ -38,10 +37,10 @@ class HypicLightning(DecayingLayer, BailingMoELinearAttention):
             self.rotary_emb, self._table = exact, exact.hypic_rotations
 
     def _forward(self, hidden_states: torch.Tensor, output: torch.Tensor, positions: torch.Tensor) -> None:
-        """Same contract as the stock method."""
+        """Run the layer into ``output``, with the contract of the stock method."""
         if get_forward_context().attn_metadata is None:
             self.hypic_reached = True
-            output.zero_()  # vLLM's profile run; stock code leaves what happens to stand in memory
+            output.zero_()  # in vLLM's profile run, stock code leaves uninitialised memory
             return
         super()._forward(hidden_states, output, positions)
 
@@ -54,7 +53,7 @@ class HypicLightning(DecayingLayer, BailingMoELinearAttention):
         state_indices_tensor: torch.Tensor,
         attn_metadata: BailingLinearAttentionMetadata,
     ) -> torch.Tensor:
-        """Same contract as the stock method: ``q``, ``k``, ``v [rows, H, K]`` fp32 to ``[rows, H K]``."""
+        """Run the recurrence, as stock does: ``q``, ``k``, ``v [rows, H, K]`` fp32 -> ``[rows, H K]``."""
         out = torch.empty(v.shape)
         self.run(decay_attention.Inputs(q, k, v, self._log_decays), out)
         return out.flatten(1)

@@ -1,9 +1,9 @@
-"""Rotation inside linear layers, by tables whose rows compose: row ``a``, turned by row ``b``, is row
+"""Rotation inside linear layers, by tables whose rows compose: row ``a`` rotated by row ``b`` is row
 ``a + b``.
 
-A state holds the keys of many positions and can be moved by one rotation only if that turns each of them as
-the table would have.  vLLM's own tables do not: their angles are products rounded to float32, off by up to
-4e-3 at position 100,000, and the values are rounded to the model's dtype.
+A state holds the keys of many positions.  One rotation can relocate a state only if this rotation turns each
+key as the table does.  vLLM's tables do not compose.  Their angles are products rounded to float32, off by up
+to 4e-3 at position 100,000, and vLLM rounds the values to the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNSc
 
 
 def rotating_exactly(rope: Any) -> Any | None:
-    """A copy of ``rope``, one for all layers that share it, whose table has vLLM's frequencies and angles in
-    float64; ``None``: frequencies of another kind.
+    """Return a copy of ``rope`` with a table of vLLM's frequencies and float64 angles; ``None``: the function
+    does not know the rope's frequencies.  Layers that share ``rope`` share the copy.
 
-    Its ``hypic_rotations`` are the rotations alone, cosines, then sines ``[positions, rotary_dim]`` fp32:
-    YaRN's table is longer by a factor.  A copy, as attention that shares ``rope`` rounds its table to the
-    model's dtype.
+    ``hypic_rotations`` of the copy: rotations alone, cosines, then sines, ``[positions, rotary_dim]`` fp32;
+    YaRN's table is a multiple of these.  The function copies, because attention layers that share ``rope``
+    round its table to the model's dtype.
     """
     exact = getattr(rope, "hypic_exact", None)
     if exact is not None or (known := _frequencies(rope)) is None:
@@ -38,8 +38,8 @@ def rotating_exactly(rope: Any) -> Any | None:
 
 
 def _frequencies(rope: Any) -> tuple[torch.Tensor, float] | None:
-    """The frequencies of a rope's pairs ``[rotary_dim / 2]``, and what vLLM multiplies its table by;
-    ``None``: not known."""
+    """Return the frequencies of a rope's pairs ``[rotary_dim / 2]`` and the factor of vLLM's table; ``None``:
+    the class of the rope is unknown."""
     if getattr(type(rope), "_compute_cos_sin_cache", None) is RotaryEmbedding._compute_cos_sin_cache:
         return rope._compute_inv_freq(rope.base), 1.0
     if isinstance(rope, YaRNScalingRotaryEmbedding):

@@ -1,4 +1,4 @@
-"""Mamba1 layers (Jamba, Mamba, Falcon-Mamba), on CPUs; on GPUs they are refused."""
+"""Mamba1 layers (Jamba, Mamba, Falcon-Mamba) on CPUs; the plugin refuses these layers on GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Replace vLLM's layer by ours.  May run any number of times."""
+    """Replace vLLM's layer by ours.  Repeated calls are safe."""
     from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 
     from ..base import replace_layer

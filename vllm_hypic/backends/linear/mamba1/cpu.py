@@ -1,8 +1,8 @@
 """Mamba1 under PIC on CPU (Jamba, Mamba, Falcon-Mamba): the convolution, then the scan.
 
-vLLM's custom operator looks the layer up by name and calls its ``forward_impl``, so the compiled graph is
-stock vLLM's and only that method is ours.  Stock code, which ``patches/cpu_mamba1.py`` mends, projects before
-the convolution, behind it and behind the scan in that one method, so rows of ours are projected apart.
+vLLM's custom operator looks the layer up by name and calls its ``forward_impl``.  So the compiled graph is
+stock vLLM's, and the plugin replaces that method alone.  The stock method, which ``patches/cpu_mamba1.py``
+fixes, contains all projections, convolution and scan.  So this module projects composed rows separately.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class HiddenRows:
     hidden: torch.Tensor
 
     def part(self, tokens: slice | torch.Tensor) -> HiddenRows:
-        """These rows alone."""
+        """Return the rows ``tokens`` alone."""
         return HiddenRows(self.hidden[tokens])
 
 
 class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
-    """Stock layer plus capture and composition: ``mamba1_segments`` and ``mamba1_compose``."""
+    """vLLM's layer plus capture by ``mamba1_segments`` and composition by ``mamba1_compose``."""
 
     family = MAMBA1
 
     def forward_impl(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Same contract as the stock method."""
+        """Run the layer into ``output``, with the contract of the stock method."""
         self.run(HiddenRows(hidden_states), output)
 
     def run_stock(self, x: HiddenRows, out: torch.Tensor) -> None:
@@ -98,13 +98,13 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         return "Mamba1 on GPUs (served on CPUs)" if current_platform.is_cuda() else None
 
     def kernel_refusal(self) -> str | None:
-        """Why the C++ operators do not serve this layer, or ``None``."""
+        """Return why the C++ operators do not serve this layer, or ``None``."""
         return mamba1.native.refuses(self.conv1d.weight.dtype, self.kv_cache[1])
 
     def _special(
         self, x: HiddenRows, out: torch.Tensor, tokens: torch.Tensor, convolve: Convolve, scan: Scan
     ) -> None:
-        """The batch's token rows ``tokens [n]``, perhaps none, through projections, convolution and scan."""
+        """Run token rows ``tokens [n]`` (n >= 0) through projections, convolution and scan into ``out``."""
         rows, channels, N = len(x.hidden), self.D.size(0), self.ssm_state_size
         value, gate, convolved, dt, scanned = (x.hidden.new_empty(rows, channels) for _ in range(5))
         B, C = (x.hidden.new_empty(rows, N) for _ in range(2))
@@ -113,7 +113,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         slots = slots_of(get_forward_context().attn_metadata[self.prefix])
         conv, state = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
-        # vLLM packs some weights in place for another operator, and keeps these.
+        # vLLM packs some convolution weights in place for another operator, and keeps an unpacked copy.
         unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
         taps = self.conv1d.weight if unpacked is None else unpacked
         convolve(
@@ -135,6 +135,6 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         return runtime.pool.records(self.prefix, DiagonalRecords)
 
     def _cut(self, runtime: HypicRuntime, segments: Segments) -> list[mamba1.Carry]:
-        """What the interiors that are cut here carry."""
+        """Return the carried data of the interiors that span passes."""
         state = self._records(runtime).state
         return self.carried(segments, lambda: mamba1.Carry.beside(state))

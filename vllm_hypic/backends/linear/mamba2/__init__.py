@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Replace vLLM's layer by ours for this platform.  May run any number of times."""
+    """Replace vLLM's layer by ours for this platform.  Repeated calls are safe."""
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
-"""Mamba2 under PIC (Nemotron-H, Granite 4, Falcon-H1, Zamba2): what all platforms share.
+"""Mamba2 under PIC (Nemotron-H, Granite 4, Falcon-H1, Zamba2): shared code of all platforms.
 
-vLLM's custom operator looks the layer up by name and calls its ``conv_ssm_forward``, so the compiled graph is
-stock vLLM's and only that method is ours.
+vLLM's custom operator looks the layer up by name and calls its ``conv_ssm_forward``.  So the compiled graph
+is stock vLLM's, and the plugin replaces that method alone.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from ..layout import Segments
 
 @dataclass(frozen=True)
 class ProjectedRows:
-    """Token rows behind the layer's projection: ``projected [rows, inner + channels + H]``, of a gate, what
-    is convolved, and a step a head."""
+    """Token rows after the layer's projection: ``projected [rows, inner + channels + H]`` has a gate, the
+    convolution's input, and a step size per head."""
 
     projected: torch.Tensor
 
     def part(self, tokens: slice | torch.Tensor) -> ProjectedRows:
-        """These rows alone."""
+        """Return the rows ``tokens`` alone."""
         return ProjectedRows(self.projected[tokens])
 
 
 class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
-    """Stock layer plus capture and composition: ``mamba2_segments`` and ``mamba2_compose``.
+    """vLLM's layer plus capture by ``mamba2_segments`` and composition by ``mamba2_compose``.
 
-    Gate, norm and output projection come behind the operator, in stock code.
+    Stock code applies gate, norm and output projection after the custom operator.
     """
 
     family = MAMBA2
 
     def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Same contract as the stock method."""
+        """Run convolution and scan into ``output``, with the contract of the stock method."""
         if get_forward_context().attn_metadata is None:
-            # A profile run or a probe: stock code leaves what happens to stand there, which may be NaN.
+            # In a profile run or a probe, stock code leaves uninitialised memory, which may be NaN.
             output.zero_()
         self.run(ProjectedRows(projected_states), output)
 
@@ -52,7 +52,7 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
         MambaMixer2.conv_ssm_forward(self, x.projected, out)
 
     def by_head(self, x: ProjectedRows, out: torch.Tensor) -> tuple[mamba2.Inputs, torch.Tensor]:
-        """What the operators take of token rows, and ``out [rows, H * P]`` as ``[rows, H, P]``."""
+        """Return the operators' inputs for ``x``, and ``out [rows, H * P]`` as ``[rows, H, P]``."""
         _, mixed, dt = x.projected.split(
             [self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], dim=-1
         )
@@ -62,19 +62,19 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
         return runtime.pool.records(self.prefix, DecayRecords)
 
     def cut(self, runtime: HypicRuntime, segments: Segments) -> list[mamba2.Carry]:
-        """What the interiors that are cut here carry."""
+        """Return the carried data of the interiors that span passes."""
         state = self.records(runtime).state
         return self.carried(segments, lambda: mamba2.Carry.beside(state))
 
     def caches(self, slots: torch.Tensor) -> mamba2.Caches:
-        """The layer's, with ``slots`` by batch row."""
+        """Return the layer's caches with ``slots`` by batch row."""
         conv, state = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
-        # Behind these rows stock code keeps drafts.
+        # Stock code keeps the inputs of drafts after these rows.
         return mamba2.Caches(slots, conv[:, : self.conv_kernel_size - 1], state)
 
     def weights(self) -> mamba2.Weights:
-        """The layer's constants as the operators take them, made anew."""
+        """Prepare the layer's constants for the operators."""
         groups = self.n_groups // self.tp_size
         return mamba2.Weights.prepare(
             self.conv_weights, self.conv1d.bias, self.A, self.dt_bias, self.D, groups

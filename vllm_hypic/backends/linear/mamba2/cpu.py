@@ -1,4 +1,4 @@
-"""Mamba2 under PIC on CPU: C++ operators, or PyTorch where they do not serve."""
+"""Mamba2 under PIC on CPU: C++ operators, or PyTorch operators if C++ does not serve a layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HypicCPUMamba2(HypicMamba2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = 0  # no rows for drafts, each of which has a slot of its own
+        self.num_spec = 0  # caches need no rows for drafts, because each draft has a separate slot
 
     def run_stock(self, x: ProjectedRows, out: torch.Tensor) -> None:
         with_slots_in_a_row((get_forward_context().attn_metadata or {}).get(self.prefix))
@@ -62,7 +62,8 @@ class HypicCPUMamba2(HypicMamba2):
         return drafted_of(metadata)
 
     def sub_batch_at(self, metadata: Any, rows: StockRows, slots: torch.Tensor) -> Mamba2AttentionMetadata:
-        """Chunks must be there, but the CPU's scan goes from row to row: where they end changes nothing."""
+        """Return stock code's metadata.  The metadata needs chunks, but chunk ends do not change the result:
+        the CPU scan goes from row to row."""
         fields, decodes = cpu_fields(metadata, rows, slots), rows.decodes
         chunk_ends, last_chunks, chunks = compute_varlen_chunk_metadata(
             fields["query_start_loc_p"], metadata.chunk_size
@@ -78,14 +79,14 @@ class HypicCPUMamba2(HypicMamba2):
         )
 
     def kernel_refusal(self) -> str | None:
-        """Why the C++ operators do not serve this layer, or ``None``."""
+        """Return why the C++ operators do not serve this layer, or ``None``."""
         nowhere = torch.zeros(0, dtype=torch.int32)
         return mamba2.refuses(self.weights(), self.caches(nowhere))
 
     def _layer(
         self, runtime: HypicRuntime, x: ProjectedRows, out: torch.Tensor
     ) -> tuple[mamba2.Inputs, mamba2.Weights, mamba2.Caches, torch.Tensor, DecayRecords]:
-        """What the operators take, ``out`` by head."""
+        """Return the operators' arguments, with ``out`` viewed per head."""
         inputs, heads = self.by_head(x, out)
         caches = self.caches(slots_of(get_forward_context().attn_metadata[self.prefix]))
         return inputs, self.weights(), caches, heads, self.records(runtime)

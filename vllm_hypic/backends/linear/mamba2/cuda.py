@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
 
 _CARRIED = 2
-"""Segment requests that are between two prefill chunks at a time; more take of vLLM's reserve."""
+"""Segment requests that may be between two prefill chunks at a time; more requests use vLLM's reserve."""
 
 
 class HypicCUDAMamba2(HypicMamba2):
@@ -36,8 +36,8 @@ class HypicCUDAMamba2(HypicMamba2):
     _constants: mamba2.Weights | None = None
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """Without the stock layer's promise that a pass leaves the states of block boundaries in its middle,
-        which our operators do not: passes end at boundaries, as those of vLLM's other layers do."""
+        """Return the spec without the stock layer's promise that a pass keeps states of block boundaries in
+        its middle.  Our operators keep none, so passes end at boundaries, as for vLLM's other layers."""
         return MambaBase.get_kv_cache_spec(self, vllm_config)
 
     def run_segments(
@@ -71,7 +71,7 @@ class HypicCUDAMamba2(HypicMamba2):
         operators.run_compose(plan, inputs, self._weights(), caches, heads, self.records(runtime))
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
-        """Metadata as vLLM's builder would make it of these rows alone."""
+        """Return the metadata that vLLM's builder would make for these rows alone."""
         shared = step.shared.of(_SharedParts)
         common = shared.rows(lambda: MambaRows.of(step, metadata, rows))
         chunks = shared.chunks(lambda: _Chunks.of(step, rows, metadata.chunk_size))
@@ -85,23 +85,23 @@ class HypicCUDAMamba2(HypicMamba2):
         )
 
     def kernel_refusal(self) -> str | None:
-        """Why the Triton operators do not serve this layer, or ``None``."""
+        """Return why the Triton operators do not serve this layer, or ``None``."""
         nowhere = torch.zeros(0, dtype=torch.int32, device=self.kv_cache[1].device)
         reason = mamba2.refuses(self._weights(), self.caches(nowhere))
         return None if reason is None else f"Mamba2 with {reason}"
 
     def warm_up(self, runtime: HypicRuntime) -> None:
-        """Compile the operators for every length of chunk.
+        """Compile the operators for every chunk length.
 
-        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
-        holds nothing yet.
+        The operators run on the cache's block 0, which vLLM reserves for padding, and on record slot 0 of an
+        empty pool.
         """
         from ...ops.mamba2.triton import operators
 
         device, weights = self.kv_cache[1].device, self._weights()
         caches, records = self.caches(torch.zeros(1, dtype=torch.int32, device=device)), self.records(runtime)
         for n, segments, composing in warm_up_plans(device):
-            # A part of rows as wide as the projection's: how they are aligned decides what is compiled.
+            # The input is a part of rows as wide as the projection, because Triton compiles per alignment.
             width = self.tped_intermediate_size + self.tped_conv_size + self.tped_dt_size
             rows = ProjectedRows(self.conv_weights.new_zeros(n, width))
             x, out = self.by_head(rows, self.conv_weights.new_empty(n, self.tped_intermediate_size))
@@ -110,8 +110,8 @@ class HypicCUDAMamba2(HypicMamba2):
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
         carried = _CARRIED * self.tped_dt_size * self.head_dim * self.ssm_state_size * torch.float32.itemsize
-        # Rows of ours are convolved; then stock code is given those left to it in memory of their own, and
-        # leaves its results there.
+        # Our operators convolve their rows.  Stock code then gets copies of its rows, and writes its results
+        # to separate memory.
         inner, convolved = self.tped_intermediate_size, self.tped_conv_size
         return Scratch(rows * (2 * inner + convolved + self.tped_dt_size) * dtype.itemsize + carried, carried)
 
@@ -130,7 +130,7 @@ class HypicCUDAMamba2(HypicMamba2):
 
 @dataclass
 class _SharedParts:
-    """What the layers share of one pass beside their plans."""
+    """The values of one pass that its layers share, besides plans."""
 
     rows: Once[MambaRows] = field(default_factory=Once)
     chunks: Once[_Chunks] = field(default_factory=Once)
@@ -138,8 +138,10 @@ class _SharedParts:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Chunks of vLLM's scan over prefills, int32 on the device, ``None`` without any: ``starts [chunks +
-    1]``, the request of each ``[chunks]``, and of each request the ``last [prefills]``."""
+    """The chunks of vLLM's scan over prefills, int32 on the device, ``None`` without prefills.
+
+    ``starts [chunks + 1]``: first rows; ``requests [chunks]``: each chunk's request; ``last [prefills]``:
+    each request's last chunk."""
 
     starts: torch.Tensor | None = None
     requests: torch.Tensor | None = None
@@ -147,8 +149,8 @@ class _Chunks:
 
     @staticmethod
     def of(step: StepContext, rows: StockRows, size: int) -> _Chunks:
-        """The chunks of ``rows``, which end at multiples of ``size`` in each request, as in the whole batch:
-        where they end decides bits."""
+        """Return the chunks of ``rows``, with ends at multiples of ``size`` tokens in each request.  The
+        whole batch has the same ends, because chunk ends affect the bits of results."""
         computed = rows.computed[rows.decodes :]
         if not computed:
             return _Chunks()

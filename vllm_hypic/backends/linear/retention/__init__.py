@@ -1,8 +1,8 @@
-"""Retention (RetNet) and gated linear attention (GLA) of flash-linear-attention, on CPUs; on GPUs they are
-refused."""
+"""Retention (RetNet) and gated linear attention (GLA) of flash-linear-attention on CPUs; the plugin refuses
+these layers on GPUs."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Nothing to replace: a model class of ours makes these layers."""
+    """Do nothing: vLLM has no layer to replace, and our own model class makes these layers."""

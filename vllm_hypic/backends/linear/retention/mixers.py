@@ -1,8 +1,8 @@
 """The layers of flash-linear-attention's RetNet and GLA under PIC, on CPU.
 
-Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q / sqrt(K)``, outputs normalised by heads and gated by SiLU.
-Retention (arXiv:2307.08621) has ``g = log(1 - 2^{-5-h})`` and rotates q and k; gated linear attention
-(arXiv:2312.06635) projects a gate of every channel and does not rotate.
+Per head ``S <- Diag(e^g) S + k v^T``, ``y = S^T q / sqrt(K)``, with outputs normalised per head and gated by
+SiLU.  Retention (arXiv:2307.08621) has ``g = log(1 - 2^{-5-h})`` and rotates q and k.  Gated linear attention
+(arXiv:2312.06635) projects a gate per channel and does not rotate.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NORMALIZER, GATE_RANK = 16, 16
-"""What GLA's log gates are divided by, and the rank of their projection; its configuration says neither."""
+"""The divisor of GLA's log gates and the rank of their projection, both absent from GLA's configuration."""
 
 
 class DecayMixer(DecayingLayer, OwnLayer):
-    """Projections and norm under the names of the checkpoint; the recurrence in fp32."""
+    """A layer with projections and norm under the checkpoint's names, and its recurrence in fp32."""
 
     refusal = OwnLayer.refusal
 
@@ -69,20 +69,20 @@ class DecayMixer(DecayingLayer, OwnLayer):
         return self._projected(y.to(hidden.dtype), hidden)
 
     def core(self, x: decay_attention.Inputs, out: torch.Tensor) -> None:
-        """Recurrence of the whole batch into ``out [n, H, V]``, captured and composed as the step says."""
+        """Run the recurrence of the whole batch into ``out [n, H, V]``; capture and compose records."""
         if get_forward_context().attn_metadata is None:
             self.hypic_reached = True
-            return  # vLLM's profile run
+            return  # vLLM's profile run has no metadata
         self.run(x, out)
 
     def _rotated(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``q``, ``k [n, H K]``."""
+        """Return ``q`` and ``k [n, H K]``, rotated if the layer rotates."""
         return q, k
 
     def _log_decays(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[H]``, or of every row and channel ``[n, H, K]``, fp32."""
+        """Return log decays in fp32: ``[H]``, or ``[n, H, K]`` for every row and channel."""
         raise NotImplementedError
 
     def get_attn_backend(self) -> Any:
@@ -95,7 +95,7 @@ class DecayMixer(DecayingLayer, OwnLayer):
 
     @classmethod
     def state_dtypes(cls, dtype: torch.dtype, cache_config: Any) -> tuple[torch.dtype, ...]:
-        """fp32 unless told otherwise."""
+        """Return the state's dtype, fp32 by default."""
         found = MambaStateDtypeCalculator.kda_state_dtype(
             dtype, cache_config.mamba_cache_dtype, cache_config.mamba_ssm_cache_dtype
         )
@@ -108,7 +108,7 @@ class DecayMixer(DecayingLayer, OwnLayer):
 
 
 class RetentionMixer(DecayMixer):
-    """RetNet's."""
+    """The layer of RetNet."""
 
     family = LIGHTNING
     called = "retention"
@@ -141,7 +141,7 @@ class RetentionMixer(DecayMixer):
 
 
 class GatedLinearMixer(DecayMixer):
-    """GLA's."""
+    """The layer of GLA."""
 
     family = GATED_LINEAR
     called = GATED_LINEAR.name
@@ -171,7 +171,7 @@ class GatedLinearMixer(DecayMixer):
 
     @property
     def mamba_type(self) -> MambaAttentionBackendEnum:
-        """vLLM has no name of its own for layers with a gate of every channel."""
+        """``CUSTOM``: vLLM has no type for layers with a gate per channel."""
         return MambaAttentionBackendEnum.CUSTOM
 
 
@@ -183,7 +183,7 @@ def _hypic_decay_attention(
     out: torch.Tensor,
     layer_name: LayerNameType,
 ) -> None:
-    """Custom operator: hands over to the layer."""
+    """Run the core of the named layer into ``out``, as a custom operator."""
     layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
     layer.core(decay_attention.Inputs(q, k, v, log_decays), out)
 

@@ -1,6 +1,6 @@
-"""Gated short convolutions under PIC (LFM2, LFM2.5 and their MoE forms): what all platforms share.
+"""Gated short convolutions under PIC (LFM2, LFM2.5 and their MoE forms): shared code of all platforms.
 
-Stock code projects, convolves and projects in one method, so rows of ours are projected apart.
+One stock method contains both projections and the convolution, so this module projects composed rows itself.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class HiddenRows:
     hidden: torch.Tensor
 
     def part(self, tokens: slice | torch.Tensor) -> HiddenRows:
-        """These rows alone."""
+        """Return the rows ``tokens`` alone."""
         return HiddenRows(self.hidden[tokens])
 
 
 class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
-    """Stock layer plus capture and composition: ``short_conv_segments`` and ``short_conv_compose``."""
+    """vLLM's layer plus capture by ``short_conv_segments`` and composition by ``short_conv_compose``."""
 
     family = SHORT_CONVOLUTION
 
@@ -45,7 +45,7 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
         tokens: torch.Tensor,
         run: Callable[[short_conv.Inputs, torch.Tensor], None],
     ) -> None:
-        """``run`` the batch's token rows ``tokens [n]``, perhaps none, between the layer's projections."""
+        """Project token rows ``tokens [n]`` (n >= 0), call ``run``, and project its result into ``out``."""
         rows, channels = len(x.hidden), self.conv.weight.size(0)
         value, gate, convolved = (x.hidden.new_empty(rows, channels) for _ in range(3))
         if len(tokens):
@@ -56,13 +56,13 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
             out[tokens] = self.out_proj(convolved[tokens])[0]
 
     def caches(self, slots: torch.Tensor) -> short_conv.Caches:
-        """The layer's, with ``slots`` by batch row."""
+        """Return the layer's caches with ``slots`` by batch row."""
         (conv,) = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
-        # Behind these rows stock code keeps drafts.
+        # Stock code keeps the inputs of drafts after these rows.
         return short_conv.Caches(slots, conv[:, : self.L_cache - 1])
 
     def weights(self) -> short_conv.Weights:
-        """The layer's constants as the operators take them, made anew."""
+        """Prepare the layer's constants for the operators."""
         weight = self.conv.weight
         return short_conv.Weights.prepare(weight.view(weight.size(0), -1), self.conv.bias)

@@ -1,7 +1,7 @@
 """Gated short convolutions under PIC on CPU.
 
-vLLM's custom operator looks the layer up by name and calls its ``forward_native``, so the compiled graph is
-stock vLLM's and only that method is ours.
+vLLM's custom operator looks the layer up by name and calls its ``forward_native``.  So the compiled graph is
+stock vLLM's, and the plugin replaces that method alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class HypicCPUShortConv(HypicShortConv):
     """vLLM's CPU layer plus capture and composition."""
 
     def forward_native(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Same contract as the stock method."""
+        """Run the layer into ``output``, with the contract of the stock method."""
         self.run(HiddenRows(hidden_states), output)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = 0  # no rows for drafts, each of which has a slot of its own
+        self.num_spec = 0  # caches need no rows for drafts, because each draft has a separate slot
 
     def run_stock(self, x: HiddenRows, out: torch.Tensor) -> None:
         with_slots_in_a_row((get_forward_context().attn_metadata or {}).get(self.prefix))
@@ -85,7 +85,7 @@ class HypicCPUShortConv(HypicShortConv):
         return ShortConvAttentionMetadata(**fields, state_indices_tensor_d=slots[: rows.decodes])
 
     def kernel_refusal(self) -> str | None:
-        """PyTorch's are all there are, and serve every layer."""
+        """Return ``None``: PyTorch's operators, the only operators on CPU, serve every layer."""
         return None
 
     def _caches(self) -> short_conv.Caches:

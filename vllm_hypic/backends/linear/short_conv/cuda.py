@@ -1,7 +1,7 @@
 """Gated short convolutions under PIC on CUDA: Triton operators beside vLLM's own kernels.
 
-vLLM's custom operator looks the layer up by name and calls its ``forward_cuda``, so the compiled graph is
-stock vLLM's and only that method is ours.
+vLLM's custom operator looks the layer up by name and calls its ``forward_cuda``.  So the compiled graph is
+stock vLLM's, and the plugin replaces that method alone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class HypicCUDAShortConv(HypicShortConv):
     _constants: short_conv.Weights | None = None
 
     def forward_cuda(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
-        """Same contract as the stock method."""
+        """Run the layer into ``output``, with the contract of the stock method."""
         if get_forward_context().attn_metadata is None:
-            # A profile run or a probe: stock code leaves what happens to stand there, which may be NaN.
+            # In a profile run or a probe, stock code leaves uninitialised memory, which may be NaN.
             output.zero_()
         self.run(HiddenRows(hidden_states), output)
 
@@ -89,22 +89,22 @@ class HypicCUDAShortConv(HypicShortConv):
         self.projected(x, out, tokens, run)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> ShortConvAttentionMetadata:
-        """Metadata as vLLM's builder would make it of these rows alone."""
+        """Return the metadata that vLLM's builder would make for these rows alone."""
         common = step.shared.of(_SharedRows)(lambda: MambaRows.of(step, metadata, rows))
         slots = step.shared.of(SharedPlans).slots(metadata, slots_of)
         return ShortConvAttentionMetadata(**common.fields(metadata, slots))
 
     def kernel_refusal(self) -> str | None:
-        """Why the Triton operators do not serve this layer, or ``None``."""
+        """Return why the Triton operators do not serve this layer, or ``None``."""
         (conv,) = self.kv_cache
         reason = limits.refuses(len(self._weights().weight), conv, conv)
         return None if reason is None else f"short convolution with {reason}"
 
     def warm_up(self, runtime: HypicRuntime) -> None:
-        """Compile the operators for every length of chunk.
+        """Compile the operators for every chunk length.
 
-        Runs on the cache's block 0, which vLLM keeps for padding, and on the record slot 0 of a pool that
-        holds nothing yet.
+        The operators run on the cache's block 0, which vLLM reserves for padding, and on record slot 0 of an
+        empty pool.
         """
         from ...ops.short_conv.triton import operators
 
@@ -117,8 +117,8 @@ class HypicCUDAShortConv(HypicShortConv):
             operators.run(composing, x, weights, caches, out, records)
 
     def scratch(self, rows: int, dtype: torch.dtype) -> Scratch:
-        # A row's projection in three parts, two of these and what is convolved among the batch's rows, that
-        # again alone; and a result, which ranks add up in memory of its own.
+        # Per row, `projected` holds three projected parts, value, gate and result of the convolution, and a
+        # copy of that result.  The output is one more, or two if tensor-parallel ranks sum it separately.
         channels, hidden = self.conv.weight.size(0), self.conv_dim
         results = 1 if channels == hidden else 2
         return Scratch(rows * (7 * channels + results * hidden) * dtype.itemsize, 0)
@@ -133,4 +133,4 @@ class HypicCUDAShortConv(HypicShortConv):
 
 
 class _SharedRows(Once[MambaRows]):
-    """The rows of one pass's sub-batch, made by the first layer that asks."""
+    """The rows of one pass's sub-batch, made by the first layer that requests them."""
