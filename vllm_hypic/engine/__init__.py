@@ -1,1 +1,1 @@
-"""What runs in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""
+"""Code that runs in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""

@@ -56,7 +56,7 @@ class Adapters:
         """A random text, renewed whenever the weights of an adapter change."""
 
     def name(self, lora: LoRARequest) -> str:
-        """Return the name of the weights for a request's records; a unique name if the weights are unknown."""
+        """Return the weights' name for a request's records; a unique name if the weights are unknown."""
         return self._look(lora) or secrets.token_hex(16)
 
     def salt(self, lora: LoRARequest) -> str:
@@ -69,7 +69,7 @@ class Adapters:
         return self._epoch if known is None or known.digest else secrets.token_hex(16)
 
     def ended(self, lora: LoRARequest) -> None:
-        """Check the files as a request ends: workers may have read files changed since the request arrived."""
+        """Check the files as a request ends: workers may have read files changed since its arrival."""
         self._look(lora)
 
     def load(self, lora: LoRARequest, load: Callable[[], bool]) -> bool:
@@ -87,7 +87,7 @@ class Adapters:
             raise
 
     def forget(self, lora_id: int | None = None) -> None:
-        """Forget an adapter that workers dropped; ``None`` forgets all, after an unknown change by workers."""
+        """Forget an adapter that workers dropped; ``None`` forgets all, after any other change by workers."""
         if lora_id is None:
             self._known.clear()
         else:
@@ -140,7 +140,7 @@ class Adapters:
 
 
 def _folder(path: str) -> Path | None:
-    """Return vLLM's folder of the adapter; ``None`` if not found.  A name in a hub is downloaded, as by vLLM."""
+    """Return vLLM's folder of the adapter, after a download if it is a hub's; ``None`` if not found."""
     from vllm.lora.utils import get_adapter_absolute_path
 
     try:

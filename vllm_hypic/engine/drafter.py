@@ -85,7 +85,7 @@ class ComposingDrafter:
             return super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
         first = over_the_same(step, self.net_num_new_slots_per_request)
         if self.uses_mrope:
-            # Only the draft model reads M-RoPE positions: vLLM takes cache slots from the served model's pass.
+            # Only the draft model reads these positions: vLLM takes cache slots from the served model's pass.
             found = super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
             starts, computed = map(np.array, (first.batch.starts[:-1], first.batch.computed))
             [before] = upload([computed - starts], step.device)

@@ -65,7 +65,7 @@ class PromptCounts:
                 self._begin(request, prompt, looked_up=looks_up(request))
 
     def _begin(self, request: Request, prompt: _Prompt | None, *, looked_up: bool) -> None:
-        """Record the corrections for a request that begins to run; ``prompt``: ``None`` if it is a segment."""
+        """Record corrections for a request that begins to run; ``prompt``: ``None`` for a segment request."""
         assert request.prefill_stats is not None
         stream, cached = request.num_prompt_tokens, request.prefill_stats.num_local_cached_tokens
         if looked_up and prompt is not None and not request.get_skip_reading_prefix_cache():
