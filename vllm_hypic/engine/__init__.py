@@ -1,1 +1,1 @@
-"""Code that runs in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""
+"""Code in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""

@@ -283,7 +283,7 @@ def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
 
 
 def _with_ours(transfer: KVTransferConfig, options: dict[str, Any]) -> KVTransferConfig:
-    """Return ``transfer`` with HypicConnector as the first connector; ``options``: the connector's options."""
+    """Return ``transfer`` with HypicConnector as the first connector, which gets ``options``."""
     if transfer.kv_connector == CONNECTOR:
         return replace(transfer, kv_connector_extra_config=options)
     if transfer.kv_connector == MULTI:

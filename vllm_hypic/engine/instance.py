@@ -29,7 +29,7 @@ class RoutedInstance:
             self._publisher = Publisher(parallel.events, Secret.read(parallel.secret_file))
 
     def describe(self) -> Description | None:
-        """Return the data by which a router plans as this engine does; ``None`` without segment parallelism."""
+        """Return what a router needs to plan as this engine does; ``None`` without segment parallelism."""
         config, planner = self._side.config, self._side.planner
         parallel = config.segment_parallel
         if parallel is None:
