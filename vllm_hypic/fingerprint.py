@@ -39,10 +39,10 @@ def fingerprint(vllm_config: VllmConfig) -> str:
 
 
 def contents(model: str, revision: str | None, patterns: Sequence[str], hub: str | None = None) -> list[str]:
-    """Return texts that identify the files of ``model``, a path or a name in a hub.
+    """Return texts that identify the files of ``model``, a path or a name in a hub with cache folder ``hub``.
 
-    The texts are the hub's commit, or names and samples of local files that match ``patterns``, or the name
-    and revision of files on no disk here.  ``hub``: the hub's cache folder; ``None`` for the default folder.
+    The texts are the hub's commit, or names and samples of local files that match ``patterns``.  For files
+    not on this machine, the texts are ``model`` and ``revision``.  ``hub=None`` means the default folder.
     """
     folder = _folder(model, revision, hub)
     if folder is None:
@@ -81,8 +81,7 @@ def _engine_id(vllm_config: VllmConfig) -> str:
 def sample_of(path: Path) -> str:
     """Return a digest of a file's size and of blocks spread evenly over it, first and last block included.
 
-    Reading all of 100 GB would take minutes at every start.  Samples suffice: training changes weights
-    everywhere.
+    Reading all of 100 GB would take minutes at every start; training changes weights in all blocks.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())

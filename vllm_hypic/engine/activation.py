@@ -35,7 +35,7 @@ SCHEDULER = "vllm_hypic.engine.scheduler.HypicScheduler"
 CPU_WORKER = "vllm_hypic.engine.cpu_worker.HypicCPUWorker"
 CUDA_WORKER = "vllm_hypic.engine.cuda_worker.HypicGPUWorker"
 TEARDOWN_S = 10.0
-"""Time in which an engine and its workers end, without the time that the store takes."""
+"""Seconds in which an engine and its workers end, without the time that the store takes."""
 
 
 def choose(args: EngineArgs) -> bool:
@@ -117,7 +117,7 @@ def _refuse_executors(parallel: ParallelConfig) -> None:
 
 
 def _look_at_drafting(config: VllmConfig) -> None:
-    """Raise :class:`ConfigError` for unsupported speculative decoding, and give draft models our backend.
+    """Raise :class:`ConfigError` for unsupported speculative decoding; give draft models backend ``hypic``.
     vLLM chooses the attention backend of draft models separately."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

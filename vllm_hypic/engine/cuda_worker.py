@@ -113,7 +113,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     def _warmup_and_capture(
         self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
-        """Capture stock's graph and, for a full graph of a decode pass, a second graph with our operators.
+        """Capture vLLM's graph and, for a full graph of a decode pass, a second graph with hypic operators.
         While vLLM profiles graph memory, the second graph holds stock code, too."""
         super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
         if cudagraph_runtime_mode != CUDAGraphMode.FULL or not desc.uniform:
@@ -134,7 +134,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """Keep passes with composed rows from replaying a full CUDA graph of stock code alone.
 
-        A decode pass replays the graph of its size with our operators, if that graph exists.  For other
+        A decode pass replays the graph of its size with hypic operators, if that graph exists.  For other
         passes with composed rows, vLLM is told that the batch is no uniform decode.  vLLM then treats the
         batch as mixed, for which the attention backend admits no full graphs (``get_cudagraph_support``).
         The pass runs in piecewise graphs, between which attention operators run eagerly, or in no graph.

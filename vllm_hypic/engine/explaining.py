@@ -81,7 +81,7 @@ def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) 
     for first, stop in [*bounds, (len(segment.tokens),) * 2]:
         for end, recomputed in ((first, True), (stop, False)):
             if end > done:
-                start = runs[-1].stop if runs else own[at]  # padding counts to the run behind it
+                start = runs[-1].stop if runs else own[at]  # padding belongs to the run that follows
                 runs.append(Run(start, own[at + end - 1] + 1, recomputed))
                 done = end
     renamed, context = side.namespace.renamed, segment.context

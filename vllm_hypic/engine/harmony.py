@@ -44,7 +44,7 @@ def is_cut(said: object, tokenizer: HypicTokenizer) -> bool:
 
 @contextmanager
 def written(request: ChatCompletionRequest) -> Iterator[ChatCompletionRequest]:
-    """Yield the request with its parts and segment ids replaced; tokenizers read these texts only inside."""
+    """Yield the request with its parts and segment ids replaced by forms that are valid only inside."""
     if (rewriting := current(chat=True)) is None:
         yield request
         return

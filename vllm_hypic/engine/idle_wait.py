@@ -1,8 +1,8 @@
 """Pauses an engine that only waits for records, from other instances or from the store.
 
 vLLM steps such an engine without end: a step takes 1 to 2 ms, and its statistics as much again in the API
-server.  Without pauses, the steps would take the core from instances on the same machine that compute the
-records, and the interpreter's lock from the store's threads.
+server.  Without pauses, the steps would take the core from local instances that compute the records, and the
+interpreter's lock from the store's threads.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class KeptStates(CPUModelRunner):
         for i, (request_id, count) in enumerate(zip(self.input_batch.req_ids, counts, strict=True)):
             request, running = self.requests[request_id], self.mamba_state_idx[request_id]
             drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # first: tokens before the pass's first state; end: the last block end among accepted tokens.
+            # first: tokens up to the pass's first kept state; end: last block end among accepted tokens.
             first = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id] - drafts
             end = (first + count - 1) // block * block
             if end < first:
@@ -77,7 +77,7 @@ class KeptStates(CPUModelRunner):
                 request,
                 self.compilation_config.static_forward_context,
             )
-            if ended == running:  # the copy above has moved the block end's state into the first slot
+            if ended == running:  # the copy puts the state behind the last token into the first slot
                 counts[i] = 1
         mamba_utils.do_mamba_copy_block(copies)
         self.input_batch.num_accepted_tokens_cpu[: len(counts)] = counts

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PlainEvents(EventPublisher):
-    """Passes events on to vLLM's publisher, except those of private requests' blocks."""
+    """Passes events on to vLLM's publisher, except events of private requests' blocks."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class HypicRenderer(HfRenderer):
     async def render_cmpl_async(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         if (rewriting := current(chat=False)) is None:
             return await super().render_cmpl_async(prompts, *args, **kwargs)
-        texts = len(prompts) - len(rewriting.public)  # behind prompt_embeds
+        texts = len(prompts) - len(rewriting.public)  # vLLM puts texts behind prompt_embeds
         with rewriting.seal:
             written = [*prompts[:texts], *rewriting.of(prompts[texts:])]
             return await super().render_cmpl_async(written, *args, **kwargs)

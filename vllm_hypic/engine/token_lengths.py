@@ -32,7 +32,7 @@ class TokenLengths:
         Returns ``None`` if the tokens' lengths do not add up to ``nbytes``.  The tokenizer then changed the
         text, or tokens were dropped or added.
         """
-        tokens = np.asarray(array("q", ids))  # half the time of np.asarray(ids)
+        tokens = np.asarray(array("q", ids))  # takes half the time of np.asarray(ids)
         if tokens.size and (missing := int(tokens.max()) + 1 - self._lengths.size) > 0:
             self._lengths = np.append(self._lengths, np.full(missing, -1))
         for token in np.unique(tokens[self._lengths[tokens] < 0]):

@@ -128,7 +128,7 @@ class HypicTokenizer(_Base):
     ) -> HypicTokenizer:
         """Load a tokenizer exactly as vLLM's mode ``hf`` does, then add the primitives.
 
-        ``primitive_texts`` defaults to the published ones (see :data:`TOKENS_ENV`).
+        ``primitive_texts`` defaults to the published texts (see :data:`TOKENS_ENV`).
         """
         cached = get_tokenizer(
             path_or_repo_id,
@@ -140,7 +140,7 @@ class HypicTokenizer(_Base):
             **kwargs,
         )
         plain = _without_cache(cached)
-        plain.name_or_path = cached.name_or_path  # vLLM set it on the cached copy alone
+        plain.name_or_path = cached.name_or_path  # vLLM sets the name on the cached copy only
         return with_primitives(plain, published_texts() if primitive_texts is None else primitive_texts)
 
     def __reduce__(self) -> Any:
@@ -154,7 +154,7 @@ class HypicTokenizer(_Base):
 
     @property
     def _own(self) -> Any:
-        """The stock tokenizer, or its methods, for text without primitives."""
+        """The object that tokenises text without primitives: ``super()``, or literal text's tokenizer."""
         return super() if self._hypic_literal is None else self._hypic_literal
 
     def get_vocab(self) -> dict[str, int]:

@@ -151,7 +151,7 @@ class HypicModelRunner(GPUModelRunner):
     def _count_segments(self) -> None:
         """Add the prompt tokens outside the stream to the tokens that repetition penalties count."""
         batch = self.input_batch
-        metadata = batch.sampling_metadata  # made anew when the batch changes
+        metadata = batch.sampling_metadata  # vLLM makes a new object when the batch changes
         if metadata.no_penalties or metadata is self._counted:
             return
         self._counted = metadata

@@ -206,7 +206,7 @@ class FlaForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load ``weights``; raise ``ValueError``, in stock engines too, if the platform cannot run a layer."""
+        """Load ``weights``; raise ``ValueError``, in stock engines too, if ``mixer`` refuses the platform."""
         for layer in self.modules():
             if isinstance(layer, self.mixer) and (reason := layer.refusal()) is not None:
                 raise ValueError(f"{type(self).__name__}: {reason}")
