@@ -77,8 +77,8 @@ class _HypicMixin(Scheduler):
         self._has_others = own is not self.connector
         """Whether the engine has other KV connectors beside HypicConnector."""
         if not self._has_others:
-            # vLLM defers frees for connectors that write blocks outside the model's stream; HypicConnector
-            # does not.  Deferred blocks would stop vLLM from resetting its cache between overlapping steps.
+            # vLLM defers frees for connectors that fill blocks outside the model's device stream, unlike
+            # HypicConnector.  Deferred blocks would stop cache resets between two overlapping steps.
             self.defer_block_free = False
         # Every salt made here contains the secret, so no client can name such a salt and read its blocks.
         self._secret = secrets.token_hex(16)

@@ -54,7 +54,8 @@ class RingLinearForCausalLM(BailingMoeV25ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load ``weights`` by Ring 2.5's loader, with latent attention's name for the output projection."""
+        """Load ``weights`` by Ring 2.5's loader, with the output projection already renamed.
+        The loader itself would rename the projection as latent attention's."""
         named = ((name.replace(".attention.dense.", ".self_attn.dense."), weight) for name, weight in weights)
         loaded: set[str] = super().load_weights(named)
         return loaded

@@ -3,7 +3,7 @@
 Target: ``vllm.v1.sample.rejection_sampler.apply_sampling_constraints`` and ``.expand_batch_to_tokens``.
 Why: vLLM's replacement of its kernel on CPUs spreads requests' options over their drafts as integers, into an
 unread copy.  Options such as the temperature are then uninitialised memory.  In a step without drafts, as
-every prefill is, vLLM computes the maximum of an empty list of ``k``.  With ``top_k`` both end the engine.
+every prefill is, vLLM computes the maximum of no ``k`` at all.  With ``top_k``, either fault ends the engine.
 Until: vLLM writes the options where they are read, and returns where there are no drafts.
 """
 

@@ -3,7 +3,7 @@
 Target: ``vars`` as ``vllm.triton_utils.dispatcher`` calls it.
 Why: without Triton, vLLM searches the attributes of all modules for kernels to replace, and takes ``vars`` of
 each attribute for a dictionary.  The search fails at numba's library of LLVM functions, whose ``__dict__`` is
-none.  The module of Kimi-Linear's model imports numba, and loads before the worker starts.
+no dictionary.  The module of Kimi-Linear's model imports numba, and loads before the worker starts.
 Until: vLLM checks that ``vars`` gives a dictionary.
 """
 

@@ -4,7 +4,7 @@ Target: ``run_engine_core`` and ``__init__`` of ``vllm.v1.engine.core.EngineCore
 ``vllm.v1.executor.multiproc_executor.WorkerProc``: the functions that processes begin with.
 Why: a program that ends by a signal, as a Python script does by SIGTERM, tells its engine nothing.  vLLM's
 engine then waits for requests for ever, and keeps its memory.  An engine that gets SIGTERM during start-up
-starts nevertheless, and ends only by SIGKILL.
+starts nevertheless, and runs until a user kills the engine.
 Until: vLLM's processes watch their parent process, and obey SIGTERM during start-up.
 """
 
