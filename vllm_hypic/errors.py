@@ -8,7 +8,7 @@ _SECRETS = re.compile(
 
 
 def redacted(text: str) -> str:
-    """``text`` without what stands in a URL before its host, and without values called ``password``."""
+    """Return ``text`` with ``***`` for credentials in URLs and for values of fields named ``password``."""
     return _SECRETS.sub(lambda found: f"{found[1]}***@" if found[1] else f"{found[2]}***", text)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written in one piece: a reader never sees half a one."""
+"""Writes files in one piece: a reader never sees a half-written file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the place of ``path`` when the block ends, and vanishes when it fails.
+    """Yield a text file that replaces ``path`` when the block ends, and is deleted when the block fails.
 
     Raises ``OSError``.
     """

@@ -1,4 +1,4 @@
-"""Identity of a model's weights: records on disk outlive the process, and a path may get new weights."""
+"""Identifies a model's weights: records on disk outlive the process, and a path may get new weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.json")
-"""Weights, and the configuration that says how they are read."""
+"""Files of weights, and the configuration that says how vLLM reads the weights."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("vllm.hypic.fingerprint")
 
 
 def fingerprint(vllm_config: VllmConfig) -> str:
-    """The commit of a model from a hub, samples of a local model's files, or the seed of random weights.
+    """Return a digest of a hub model's commit, a local model's file samples, or random weights' seed.
 
-    The same on every machine that has the same files, so that machines can share records.  Weights in object
-    storage are not there to be sampled: their revision stands for them where one is given, otherwise the
-    engine's own id, and its records are of no use to others, nor after a restart.
+    Machines with the same files get the same digest, so machines can share records.  Weights in object
+    storage cannot be sampled; the revision stands for such weights.  Without a revision the engine's own id
+    stands for such weights, so the records serve no other engine and no later start.
     """
     load, model = vllm_config.load_config, vllm_config.model_config
     known = [str(load.load_format)]
@@ -33,16 +33,16 @@ def fingerprint(vllm_config: VllmConfig) -> str:
         return _digest([*known, str(model.seed)])
     if model.model_weights:
         known += [model.model_weights, model.revision or _engine_id(vllm_config)]
-    # Code that comes with the model counts where it runs.
+    # The model's own code changes records if vLLM runs that code.
     patterns = (*_FILES, "*.py") if model.trust_remote_code else _FILES
     return _digest([*known, *contents(model.model, model.revision, patterns, load.download_dir)])
 
 
 def contents(model: str, revision: str | None, patterns: Sequence[str], hub: str | None = None) -> list[str]:
-    """What tells the files of ``model``, a path or a name in a hub, from others: their commit, or names and
-    samples of those that match ``patterns``; of files that are not on this machine, what they are called.
+    """Return texts that identify the files of ``model``, a path or a name in a hub with cache folder ``hub``.
 
-    ``hub``: the folder of the hub's cache; ``None``: the usual one.
+    The texts are the hub's commit, or names and samples of local files that match ``patterns``.  For files
+    not on this machine, the texts are ``model`` and ``revision``.  ``hub=None`` means the default folder.
     """
     folder = _folder(model, revision, hub)
     if folder is None:
@@ -56,12 +56,13 @@ def contents(model: str, revision: str | None, patterns: Sequence[str], hub: str
 
 
 def weights_digest(model: str, revision: str | None = None, hub: str | None = None) -> str:
-    """Names a model's weights and what they mean: see :func:`contents`."""
+    """Return a digest of a model's weights and configuration; see :func:`contents`."""
     return _digest(contents(model, revision, ("*.safetensors", "*.bin", "config.json"), hub))
 
 
 def _is_snapshot(folder: Path) -> bool:
-    """Whether this is a commit in a hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``.  None changes."""
+    """Return whether ``folder`` is a commit in a hub's cache (``models--OWNER--NAME/snapshots/COMMIT``).
+    Files of a commit never change."""
     snapshots = folder.parent
     named = _COMMIT.fullmatch(folder.name) is not None and snapshots.parent.name.startswith("models--")
     return named and snapshots.name == "snapshots"
@@ -78,9 +79,9 @@ def _engine_id(vllm_config: VllmConfig) -> str:
 
 
 def sample_of(path: Path) -> str:
-    """Digest of a file's size and of blocks spread evenly over it, first and last included.
+    """Return a digest of a file's size and of blocks spread evenly over it, first and last block included.
 
-    Reading all of 100 GB would take minutes at every start; training changes weights everywhere.
+    Reading all of 100 GB would take minutes at every start; training changes weights in all blocks.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -93,14 +94,14 @@ def sample_of(path: Path) -> str:
 
 
 def _folder(model: str, revision: str | None, hub: str | None) -> Path | None:
-    """Where the model's files are, if they are on this machine."""
+    """Return the folder of the model's files, or ``None`` if this machine does not have the files."""
     if (path := Path(model)).exists():
         return path if path.is_dir() else path.parent
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(model, "config.json", cache_dir=hub, revision=revision)
-    except ValueError:  # no hub name: from a store that only vLLM's loader knows
+    except ValueError:  # the name is no hub name, but names a store that only vLLM's loader knows
         return None
     return Path(found).parent if isinstance(found, str) else None
 

@@ -1,1 +1,1 @@
-"""What runs in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""
+"""Code in vLLM's processes beside the model: activation, scheduler, workers, front end, tokenizer."""

@@ -1,4 +1,4 @@
-"""Makes a complete engine configuration of ``--attention-backend hypic``."""
+"""Turns ``--attention-backend hypic`` into a complete engine configuration."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SCHEDULER = "vllm_hypic.engine.scheduler.HypicScheduler"
 CPU_WORKER = "vllm_hypic.engine.cpu_worker.HypicCPUWorker"
 CUDA_WORKER = "vllm_hypic.engine.cuda_worker.HypicGPUWorker"
 TEARDOWN_S = 10.0
-"""An engine and its workers end within this time, but for what the store takes."""
+"""Seconds in which an engine and its workers end, without the time that the store takes."""
 
 
 def choose(args: EngineArgs) -> bool:
-    """Fill in scheduler, connector, worker and tokenizer mode when the backend is ours.
+    """Set scheduler, connector, worker and primitives' texts in ``args`` if the backend is ``hypic``.
 
-    Explicit ``--kv-transfer-config`` and ``--additional-config`` refine it.  Returns whether this
-    engine is ours; raises :class:`ConfigError` for what cannot be combined with it.
+    Explicit ``--kv-transfer-config`` and ``--additional-config`` refine the settings.  Returns whether the
+    backend is ``hypic``; raises :class:`ConfigError` for options that ``hypic`` cannot be combined with.
     """
     if not _backend_is_hypic(args):
         return False
@@ -53,13 +53,14 @@ def choose(args: EngineArgs) -> bool:
     _use_worker(args)
     publish_texts(config.token_texts)
     _use_connector(args, config)
-    # Part of vLLM's hash of compiled models: ours must not meet a stock engine's.
+    # vLLM hashes this field, so a compiled model of this engine never serves a stock engine, or vice versa.
     args.additional_config = {**(args.additional_config or {}), SECTION: config.to_mapping()}
     return True
 
 
 def complete(config: VllmConfig) -> None:
-    """What can only be checked or set in the finished configuration."""
+    """Check and set the options that depend on the finished configuration.
+    Raises :class:`ConfigError` for configurations that are not supported."""
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     if config.kv_transfer_config.kv_connector != CONNECTOR:
         config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
@@ -101,7 +102,7 @@ def complete(config: VllmConfig) -> None:
 
 
 def _refuse_executors(parallel: ParallelConfig) -> None:
-    """Launchers of several ranks that records cannot be shared out among."""
+    """Raise :class:`ConfigError` for launchers of several ranks that cannot share records consistently."""
     backend = parallel.distributed_executor_backend
     if backend == "external_launcher" and parallel.world_size > 1:
         raise ConfigError(
@@ -116,8 +117,8 @@ def _refuse_executors(parallel: ParallelConfig) -> None:
 
 
 def _look_at_drafting(config: VllmConfig) -> None:
-    """Refuse speculative decoding that is not served, and have what drafts take our attention backend, which
-    vLLM chooses apart."""
+    """Raise :class:`ConfigError` for unsupported speculative decoding; give draft models backend ``hypic``.
+    vLLM chooses the attention backend of draft models separately."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -133,7 +134,8 @@ def _look_at_drafting(config: VllmConfig) -> None:
 
 
 def _refuse_on_cuda(config: VllmConfig) -> None:
-    """What the CUDA path cannot serve, before weights are read; and kernels of vLLM's that fit the model."""
+    """Raise :class:`ConfigError` for models that the CUDA path cannot serve, before weights are read.
+    Also chooses vLLM's kernel for prefills of Gated DeltaNet."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -153,7 +155,7 @@ def _backend_is_hypic(args: EngineArgs) -> bool:
         backend = args.attention_config.backend
     if isinstance(backend, str):
         return backend.upper() == "HYPIC"
-    # An alias: the enum cannot tell HYPIC from CUSTOM, and CUSTOM is ours once registered.
+    # HYPIC is an alias of CUSTOM, which the enum cannot tell apart; registration gives CUSTOM to the plugin.
     return backend is AttentionBackendEnum.CUSTOM
 
 
@@ -168,7 +170,7 @@ def _config(args: EngineArgs) -> HypicConfig:
 
 
 def _use(field: str, args: EngineArgs, default: object, ours: str) -> None:
-    """Set an option the user left alone; refuse another explicit choice."""
+    """Set an option that the user left at ``default``; raise :class:`ConfigError` for another choice."""
     given = getattr(args, field)
     if given not in (default, ours):
         flag = "--" + field.replace("_", "-")
@@ -181,7 +183,7 @@ def _use_worker(args: EngineArgs) -> None:
 
     if current_platform.is_cpu():
         _use("worker_cls", args, "auto", CPU_WORKER)
-        # vLLM reads the model's configuration and module when it makes its own.
+        # vLLM reads the model's configuration and module while it makes its own, so patches come first.
         bailing_config.apply()
         cpu_kimi_model.apply()
         cpu_kernel_overrides.apply()
@@ -190,7 +192,7 @@ def _use_worker(args: EngineArgs) -> None:
         _use("worker_cls", args, "auto", CUDA_WORKER)
         _use_v1_model_runner()
         if args.speculative_config is not None and args.async_scheduling is None:
-            # Else the host does not know how many drafts of the pass before were accepted.
+            # With asynchronous scheduling, the host would not know how many drafts the last pass accepted.
             args.async_scheduling = False
     else:
         raise ConfigError(
@@ -200,11 +202,11 @@ def _use_worker(args: EngineArgs) -> None:
 
 
 def _use_v1_model_runner() -> None:
-    """Choose vLLM's V1 model runner where the user left it to vLLM.
+    """Choose vLLM's V1 model runner, unless the user set the environment variable, which is the only switch.
 
-    An environment variable is vLLM's only switch for it.  It is read when the configuration is complete and
-    inherited by the engine's processes, so it is set here, for this process and for good: engines without
-    the plugin that this process starts later run V1, too.
+    vLLM reads the variable once the configuration is complete, and the engine's processes inherit it.  The
+    variable therefore stays set in this process.  Engines without the plugin that this process starts later
+    also run V1.
     """
     if envs.VLLM_USE_V2_MODEL_RUNNER is None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -212,7 +214,7 @@ def _use_v1_model_runner() -> None:
 
 
 def _use_tokenizer(config: VllmConfig) -> None:
-    """Switch to our tokenizer mode, unless vLLM has one of its own for this model."""
+    """Switch to tokenizer mode ``hypic``, unless vLLM has a special tokenizer mode for this model."""
     from .tokenizer import refuses_model
 
     model = config.model_config
@@ -223,7 +225,7 @@ def _use_tokenizer(config: VllmConfig) -> None:
 
 
 def _take_what_is_signed_off(config: VllmConfig) -> None:
-    """Context and islands by the model's sign-offs, where that is asked for."""
+    """Set context and islands by the model's sign-offs, if the options ask for this choice."""
     options = config_of(config)
     if not options.gate.choose:
         return
@@ -233,7 +235,7 @@ def _take_what_is_signed_off(config: VllmConfig) -> None:
 
 
 def _use_options(config: VllmConfig, chosen: HypicConfig) -> None:
-    """Put options into this configuration alone: the arguments behind it may serve another model."""
+    """Put options into this configuration only; its engine arguments may serve another model later."""
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     options = chosen.to_mapping()
     config.kv_transfer_config = _with_ours(config.kv_transfer_config, options)
@@ -241,33 +243,35 @@ def _use_options(config: VllmConfig, chosen: HypicConfig) -> None:
 
 
 def _look_at_gate(config: VllmConfig) -> None:
-    """Before weights are read: a model that may not be served should not take minutes to say so."""
+    """Check the model's gate before weights are read, so that a refusal does not take minutes."""
     from ..eval.gate.startup import look
 
     look(config, config_of(config))
 
 
 def _give_time_to_end(config: VllmConfig) -> float:
-    """Returns seconds: the store writes what is queued and closes its tiers, each for ``close_s`` at most."""
+    """Allow the engine time to end, and return that time in seconds.
+    The store writes queued records and closes its tiers, for at most ``close_s`` seconds each."""
     store = config_of(config).store
     if not store.tiers:
         return engine_stop.STOCK_S
     store_s = 2 * store.close_s
     engine_stop.allow(store_s + TEARDOWN_S)
-    # vLLM's only switch for how long an engine waits for its workers; its processes inherit it.
+    # vLLM's only switch for an engine's wait for its workers is this variable, which processes inherit.
     if not envs.is_set("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"):
         os.environ["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = str(math.ceil(store_s + TEARDOWN_S / 2))
     return store_s + TEARDOWN_S
 
 
 def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
-    """Ours, unless others are asked for: of these vLLM makes its configuration first, as ever."""
+    """Set HypicConnector in ``args``, unless the user asks for other connectors.
+    vLLM first makes its own configuration of other connectors; :func:`complete` then adds HypicConnector."""
     from vllm.config import KVTransferConfig
 
     transfer = args.kv_transfer_config
     named = None if transfer is None else transfer.kv_connector
     if args.kv_offloading_size is not None:
-        # It stands for a connector, which vLLM puts in the place of the one that is named.
+        # The option stands for a connector, which would replace the named connector.
         if named == CONNECTOR:
             args.kv_transfer_config = None
     elif transfer is None or named is None:
@@ -279,7 +283,7 @@ def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
 
 
 def _with_ours(transfer: KVTransferConfig, options: dict[str, Any]) -> KVTransferConfig:
-    """A KV transfer configuration with our connector as the first; ``options``: what it is given."""
+    """Return ``transfer`` with HypicConnector as the first connector, which gets ``options``."""
     if transfer.kv_connector == CONNECTOR:
         return replace(transfer, kv_connector_extra_config=options)
     if transfer.kv_connector == MULTI:

@@ -1,9 +1,9 @@
-"""Which weights an adapter (LoRA) has: records of an adapter are named by what the adapter's files hold.
+"""Identifies the weights of adapters (LoRA): a digest of an adapter's files names the adapter's records.
 
-vLLM knows an adapter by an id.  Workers read the files when they first meet the id, and when a call or a
-request says ``load_inplace``.  Workers also read the files again, without a word, when other adapters have
-taken the id's place meanwhile.  So a digest of the files holds while the files are untouched, which is looked
-at when a request comes and when a request ends.  The scheduler's thread only.
+vLLM knows an adapter by an id.  Workers read the files at the id's first use, and when a call or a request
+says ``load_inplace``.  Workers also reread the files, unannounced, after other adapters displaced the id.
+A digest therefore holds only while the files stay untouched.  The scheduler's thread, the only user of this
+module, checks the files when a request arrives and when a request ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.hypic.adapters")
 
 _FILES = ("adapter_config.json", *(f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt")))
-"""What vLLM reads."""
+"""Files of an adapter that vLLM reads."""
 
 _Stats = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, size and time of the last change of each file that is there."""
+"""Name, inode, size and time of the last change (ns) of each existing file."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of an id.  ``digest``: that of the weights of the workers; ``None``: unknown."""
+    """Knowledge about an adapter id.  ``digest``: digest of the workers' weights; ``None`` if unknown."""
 
     path: str
     folder: Path | None
@@ -43,8 +43,8 @@ class _Known:
 class Adapters:
     """The adapters of one engine.
 
-    ``requests()``: the requests that wait or run now.  ``reset(generation)`` begins a generation of records,
-    where requests that are under way may leave records of two weights.
+    ``requests()`` returns the requests that wait or run now.  ``reset(generation)`` begins a new generation
+    of records, because requests under way may otherwise leave records of mixed weights.
     """
 
     def __init__(self, requests: Callable[[], Iterable[Request]], reset: Callable[[str], None]) -> None:
@@ -53,28 +53,29 @@ class Adapters:
         self._last: dict[str, str | None] = {}
         """The last digest of each path."""
         self._epoch = ""
-        """Another text whenever the weights of an adapter have changed."""
+        """A random text, renewed whenever the weights of an adapter change."""
 
     def name(self, lora: LoRARequest) -> str:
-        """What names the records of a request; nobody else has the name where the weights are unknown."""
+        """Return the weights' name for a request's records; a unique name if the weights are unknown."""
         return self._look(lora) or secrets.token_hex(16)
 
     def salt(self, lora: LoRARequest) -> str:
-        """What keeps blocks of former weights apart in vLLM's prefix cache, which knows names and paths only.
+        """Return a salt that keeps blocks of former weights apart in vLLM's prefix cache.
 
-        Empty: nothing has changed.  To be asked after :meth:`name`.
+        vLLM's prefix cache knows adapters by name and path only.  The salt is empty while no weights have
+        changed.  Call this method after :meth:`name`.
         """
         known = self._known.get(lora.lora_int_id)
         return self._epoch if known is None or known.digest else secrets.token_hex(16)
 
     def ended(self, lora: LoRARequest) -> None:
-        """A request ends.  Workers may have read files that were changed since the request came."""
+        """Check the files as a request ends: workers may have read files changed since its arrival."""
         self._look(lora)
 
     def load(self, lora: LoRARequest, load: Callable[[], bool]) -> bool:
-        """Have workers load the adapter; what ``load()`` returns or raises."""
+        """Let workers load the adapter by ``load()``; return or raise what ``load()`` returns or raises."""
         is_new = lora.lora_int_id not in self._known
-        self._look(lora, told=True)  # before the workers: a later change of the files is noticed
+        self._look(lora, told=True)  # before the workers read, so that a later change of files is noticed
         try:
             return load()
         except BaseException:
@@ -86,23 +87,23 @@ class Adapters:
             raise
 
     def forget(self, lora_id: int | None = None) -> None:
-        """Workers have dropped the adapter; ``None``: workers may have done anything with any adapter."""
+        """Forget an adapter that workers dropped; ``None`` forgets all, after any other change by workers."""
         if lora_id is None:
             self._known.clear()
         else:
             self._known.pop(lora_id, None)
 
     def _look(self, lora: LoRARequest, told: bool = False) -> str | None:
-        """Digest of the weights that requests of the adapter compute with from now on; ``None``: unknown.
+        """Return the digest of the weights that the adapter's requests use from now on; ``None`` if unknown.
 
-        ``told``: workers are about to load the adapter.
+        ``told``: whether workers are about to load the adapter.
         """
         known = self._known.get(lora.lora_int_id)
         is_same = known is not None and known.path == lora.lora_path
         folder = known.folder if known is not None and is_same else _folder(lora.lora_path)
         stats = _stats(folder)
         rereads = lora.load_inplace and (told or known is None or known.digest is None)
-        # Files that are gone cannot be loaded.
+        # Workers cannot load deleted files, so the known weights stay in use.
         if known is not None and is_same and not rereads and stats in ((), known.stats):
             return known.digest
         if known is None or lora.load_inplace:
@@ -114,7 +115,8 @@ class Adapters:
         return digest
 
     def _know(self, lora: LoRARequest, found: _Known, why: str) -> None:
-        """``why``: the files do not say which weights the workers have; empty: they do."""
+        """Store ``found``, and reset records if weights changed while requests of the adapter are under way.
+        ``why``: why the files do not tell which weights the workers have; empty if the files tell."""
         if why:
             logger.warning_once(
                 "hypic: requests of adapter %s share no records, because the files of %s %s: load the "
@@ -138,12 +140,12 @@ class Adapters:
 
 
 def _folder(path: str) -> Path | None:
-    """Where vLLM finds the adapter; ``None``: nowhere.  Downloads what has a name in a hub, as vLLM does."""
+    """Return vLLM's folder of the adapter, after a download if it is a hub's; ``None`` if not found."""
     from vllm.lora.utils import get_adapter_absolute_path
 
     try:
         return Path(get_adapter_absolute_path(path))
-    except (OSError, ValueError):  # the workers say so
+    except (OSError, ValueError):  # the workers report the error
         return None
 
 
@@ -159,8 +161,8 @@ def _stats(folder: Path | None) -> _Stats:
 
 
 def _digest(folder: Path | None, stats: _Stats, is_3d: bool) -> str | None:
-    """Digest of whole files, as tuning may change a single layer; ``None``: the files cannot be read, or are
-    being written."""
+    """Return a digest of the adapter's files; ``None`` if the files are unreadable or change meanwhile.
+    The digest covers whole files, because tuning may change a single layer."""
     if folder is None or not stats:
         return None
     digest = hashlib.sha256(str(is_3d).encode())

@@ -1,4 +1,4 @@
-"""What logits processors are told of requests: prompts whole, where the batch has private streams."""
+"""Tells logits processors the whole prompts of requests for which the batch has only streams."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
 from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
 
 PromptsOfLists = Callable[[], Mapping[int, np.ndarray]]
-"""Tokens of whole prompts, by the ``id()`` of the list of tokens that the batch has instead."""
+"""Returns the tokens of whole prompts, by the ``id()`` of the token list in the batch."""
 
 
 class PromptTellingBuilder(BatchUpdateBuilder):
-    """vLLM's, in a model runner's batch; in its place from the first step on."""
+    """Replaces vLLM's builder in a model runner's batch, from the first step on."""
 
     added: list[AddedRequest]
 

@@ -32,8 +32,8 @@ class HypicCPUModelRunner(HypicModelRunner, KeptStates, SeededChunks):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         if not get_pp_group().is_first_rank:
-            # vLLM makes it in a warm-up pass, leaves that out in eager engines with a given size of cache,
-            # and then asserts that it is there.
+            # vLLM makes these tensors in a warm-up pass and later asserts that they exist.  Eager engines
+            # with an explicit cache size skip the warm-up pass.
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
                 batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
             )
@@ -46,7 +46,7 @@ class HypicCPUModelRunner(HypicModelRunner, KeptStates, SeededChunks):
 
 
 class HypicCPUWorker(HypicWorker, CPUWorker):
-    """vLLM's CPU worker with our layers, our model runner, and room left for the public pool."""
+    """vLLM's CPU worker with the plugin's layers and model runner, and with memory left for the pool."""
 
     def init_device(self) -> None:
         self._register_layers()
@@ -60,7 +60,7 @@ class HypicCPUWorker(HypicWorker, CPUWorker):
         cpu_one_token_conv.apply()
         cpu_rope_heads.apply()
         stock = cpu_worker.CPUModelRunner
-        # init_device names the class as a module global; restored at once.
+        # init_device reads the class from a module global, which is restored at once.
         cpu_worker.CPUModelRunner = HypicCPUModelRunner
         try:
             super().init_device()

@@ -1,4 +1,4 @@
-"""Full CUDA graphs of decode passes that hold our operators, beside vLLM's own of the same sizes."""
+"""Full CUDA graphs of decode passes with the plugin's operators, beside vLLM's own graphs of equal size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComposedBatch(BatchDescriptor):
-    """A batch with composed rows; equal to none without, so vLLM's wrapper of graphs keeps one for each."""
+    """Descriptor of a batch with composed rows, unequal to every stock descriptor.
+    vLLM's graph wrapper therefore keeps a separate graph for each of the two."""
 
     @staticmethod
     def of(desc: BatchDescriptor) -> ComposedBatch:
@@ -27,11 +28,11 @@ class ComposedBatch(BatchDescriptor):
 
 
 class ComposedGraphs:
-    """Which graphs there are, and what must be written before one is replayed.
+    """Records which composed graphs exist, and writes their buffers before a replay.
 
-    In such a graph each attention layer launches stock's kernels and ours, over the buffers of
-    :class:`~vllm_hypic.backends.attention.cuda_decode.DecodePlans`; linear layers stock's alone, as in every
-    pass that decodes.
+    In a composed graph each attention layer launches stock kernels and the plugin's kernels, over the buffers
+    of :class:`~vllm_hypic.backends.attention.cuda_decode.DecodePlans`.  Linear layers launch stock kernels
+    only, as in every decode pass.
     """
 
     def __init__(self, plans: DecodePlans) -> None:
@@ -40,14 +41,14 @@ class ComposedGraphs:
 
     @contextmanager
     def capturing(self, desc: BatchDescriptor, runtime: HypicRuntime) -> Iterator[None]:
-        """While vLLM captures what ``desc`` names, our operators are part of it; nothing is composed."""
+        """Include the plugin's operators, with no record to read, in the graph that vLLM captures inside."""
         assert runtime.step is None
         nothing = Decoding.nothing(desc.num_tokens, runtime.pool.device)
         step = StepContext([], [], runtime.pool.device, decoding=nothing)
         if not self._plans.write(step):
             yield
             return
-        # Before: it is asked for the pass that is captured.
+        # The entry must exist before the capture, because for_pass() is also called for the captured pass.
         self._captured.add(ComposedBatch.of(desc))
         runtime.step = step
         try:
@@ -56,7 +57,7 @@ class ComposedGraphs:
             runtime.step = None
 
     def for_pass(self, desc: BatchDescriptor, step: StepContext) -> ComposedBatch | None:
-        """The graph for a pass that decodes, where vLLM would replay its own of ``desc``, and all that it
-        reads of ours is written; ``None``: there is none for it."""
+        """Write the buffers for a decode pass, and return the graph that replaces vLLM's graph of ``desc``.
+        Returns ``None`` if no graph fits the pass."""
         named = ComposedBatch.of(desc)
         return named if named in self._captured and self._plans.write(step) else None

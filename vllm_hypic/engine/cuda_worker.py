@@ -29,11 +29,11 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     """vLLM's V1 model runner with logical positions."""
 
     _graphs: ComposedGraphs | None = None
-    """Full CUDA graphs with our operators; ``None``: some layer's cannot be in one."""
+    """Full CUDA graphs with the plugin's operators; ``None`` if a layer's operators cannot be captured."""
     _counts_twice = False
-    """vLLM works out what graphs take, and there will be one with our operators beside each full one."""
+    """Whether vLLM profiles graph memory now and each full decode graph will get a second, composed graph."""
     _named: ComposedBatch | None = None
-    """What is captured then for the second time."""
+    """The batch of the second capture, while that capture is profiled."""
 
     def initialize_kv_cache(
         self, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
@@ -47,7 +47,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
             and kv_cache_config.has_mamba_layers
             and blocks < most
         ):
-            # vLLM would refuse, too, and not know of the pool.
+            # vLLM would also refuse, but its message does not name the pool's options.
             raise ConfigError(
                 f"hypic: {blocks} blocks of states fit beside the pool, but full CUDA graphs need one for "
                 f"each of --max-num-seqs={most} requests: lower --max-num-seqs to {blocks}, or pool_fraction "
@@ -59,13 +59,13 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
             self._prepare_decodes()
 
     def _attention(self) -> list[Any]:
-        """All implementations of attention, of our layers and others."""
+        """Return the attention implementations of all layers, the plugin's and vLLM's."""
         layers = self.compilation_config.static_forward_context.values()
         linked = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]
         return [impl for layer in linked if (impl := getattr(layer, "impl", None)) is not None]
 
     def _decode_heads(self) -> set[Heads]:
-        """Heads of layers of which all that a pass launches that decodes can be recorded and replayed."""
+        """Return the head shapes of layers whose launches in a decode pass can be captured and replayed."""
         if self.uniform_decode_query_len > 1:
             return set()
         return {
@@ -75,8 +75,8 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         }
 
     def _composes_in_graphs(self) -> bool:
-        """Whether passes that decode composed requests may be full CUDA graphs."""
-        # Stages and replicas must choose alike, and see their own layers and requests alone.
+        """Return whether decode passes of composed requests may be full CUDA graphs."""
+        # Stages and replicas must choose alike, but each sees only its own layers and requests.
         parallel = self.vllm_config.parallel_config
         alone = parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
         fixed = [
@@ -85,7 +85,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         return alone and bool(self._decode_heads()) and all(fixed)
 
     def _prepare_decodes(self) -> None:
-        """Buffers for passes that decode, where all that they launch can be recorded and replayed."""
+        """Allocate buffers for decode passes, if some layers' launches can be captured and replayed."""
         if not (kinds := self._decode_heads()):
             return
         runtime = worker_side().runtime
@@ -98,8 +98,8 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
             self._graphs = ComposedGraphs(plans)
 
     def decode_bytes(self) -> int:
-        """Device memory that these buffers take, and in graphs what our operators leave in them: one layer's
-        results, as all others are put where these were."""
+        """Return the bytes of device memory for those buffers and for operators' results in graphs.
+        A graph holds the results of one layer only, because all layers' results share one place."""
         made = [FixedPlans(self.max_num_reqs, *heads, torch.device("meta")) for heads in self._decode_heads()]
         buffers = sum(plans.nbytes for plans in made)
         graphs = self.compilation_config.cudagraph_mode
@@ -113,8 +113,8 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
     def _warmup_and_capture(
         self, desc: BatchDescriptor, cudagraph_runtime_mode: CUDAGraphMode, *args: Any, **kwargs: Any
     ) -> None:
-        """Beside each full graph of a decode pass, which holds stock code alone, one with our operators;
-        another of stock code while vLLM works out what graphs take."""
+        """Capture vLLM's graph and, for a full graph of a decode pass, a second graph with hypic operators.
+        While vLLM profiles graph memory, the second graph holds stock code, too."""
         super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
         if cudagraph_runtime_mode != CUDAGraphMode.FULL or not desc.uniform:
             return
@@ -132,12 +132,13 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
             super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
-        """A pass with rows of ours never replays a full CUDA graph that holds stock code alone.
+        """Keep passes with composed rows from replaying a full CUDA graph of stock code alone.
 
-        One that decodes replays the graph of its size with our operators, where there is one.  Of others vLLM
-        is told that the batch is no uniform decode: it takes the path of mixed batches, for which the
-        attention backend admits no full graphs either (``get_cudagraph_support``): piecewise ones, between
-        which the attention operators run eagerly, or none.  Passes of plain requests are left as they are.
+        A decode pass replays the graph of its size with hypic operators, if that graph exists.  For other
+        passes with composed rows, vLLM is told that the batch is no uniform decode.  vLLM then treats the
+        batch as mixed, for which the attention backend admits no full graphs (``get_cudagraph_support``).
+        The pass runs in piecewise graphs, between which attention operators run eagerly, or in no graph.
+        Passes of plain requests stay unchanged.
         """
         step = current_step()
         if step is None:
@@ -156,7 +157,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
 
 
 class HypicGPUWorker(HypicWorker, Worker):
-    """vLLM's CUDA worker with our layers, our model runner, and room left for the public pool."""
+    """vLLM's CUDA worker with the plugin's layers and model runner, and with memory left for the pool."""
 
     def init_device(self) -> None:
         from ..patches import cuda_kept_lse

@@ -1,8 +1,8 @@
-"""Speculative decoding by a model that drafts: its layers fill and read records as the model's own do.
+"""Speculative decoding by a draft model whose layers fill and read records as the served model's layers do.
 
-vLLM's proposers work out from a token's position both how it is rotated and where it lies in vLLM's cache.
-For composed requests the one is logical, the other an index in the stream: they are given indices, and
-positions are rewritten where the drafting model reads them.
+vLLM's proposers derive both a token's rotation and its slot in vLLM's cache from the token's position.
+For composed requests the rotation needs the logical position, and the slot needs the index in the stream.
+The proposers therefore get stream indices, and this module rewrites the positions that the model reads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class ComposingDrafter:
-    """Mixin before vLLM's proposers that run a model."""
+    """Mixin that precedes vLLM's proposers which run a draft model."""
 
     positions: torch.Tensor
     uses_mrope: bool
     mrope_positions: torch.Tensor
-    """What a model with three-dimensional positions (M-RoPE) reads in place of ``positions``."""
+    """Three-dimensional positions (M-RoPE), which some models read in place of ``positions``."""
     max_model_len: int
     net_num_new_slots_per_request: int
     vllm_config: VllmConfig
@@ -40,15 +40,16 @@ class ComposingDrafter:
     _draft_attn_layer_names: set[str]
 
     runtime: HypicRuntime
-    """Set once records can be read.  Whoever has this propose puts the step back that was there before."""
+    """The worker's runtime, set once the pool exists.  The proposer's caller restores ``runtime.step``."""
     _step: StepContext | None = None
-    """The model's pass that the drafts follow; ``None``: no request of ours was in it."""
+    """The served model's last pass; ``None`` if the pass had no composed or captured request."""
     _at: torch.Tensor
-    """Stream index of each request's token in the pass that was last set up."""
+    """Stream index ``[requests]`` of each request's token in the draft pass that was last set up."""
 
     def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
-        """Refuse what vLLM would end the engine for.  Beside linear layers all groups of its cache have as
-        many layers, and those of a draft model are dealt out to them."""
+        """Raise :class:`ConfigError` for a draft model whose layers lie in several groups of vLLM's cache.
+        vLLM itself would end the engine.  Beside linear layers, vLLM gives all cache groups the same number
+        of layers, and spreads the draft model's layers over the groups."""
         layers = self._draft_attn_layer_names
         groups = [g for g in kv_cache_config.kv_cache_groups if not layers.isdisjoint(g.layer_names)]
         if len(groups) > 1:
@@ -63,8 +64,9 @@ class ComposingDrafter:
         super().validate_same_kv_cache_group(kv_cache_config)  # type: ignore[misc]
 
     def _refuse_passes_without_room(self, keeps_states: bool) -> None:
-        """vLLM ends a prompt's passes at blocks of states, and sets slots of each pass aside for a
-        draft model: where no block fits beside them it waits for ever."""
+        """Raise :class:`ConfigError` if a pass cannot hold a block of states and the slots for drafts.
+        vLLM ends a prompt's passes at blocks of states, and reserves slots of each pass for a draft model.
+        If no block fits beside these slots, vLLM waits for ever."""
         cache, passes = self.vllm_config.cache_config, self.vllm_config.scheduler_config
         aside = self.speculative_config.max_num_new_slots_for_drafting
         most, block = passes.max_num_batched_tokens, cache.block_size
@@ -77,13 +79,13 @@ class ComposingDrafter:
             )
 
     def set_inputs_first_pass(self, *, target_positions: torch.Tensor, **kwargs: Any) -> Any:
-        """Drafting begins with the rows of the model's pass, and may have one more of each request."""
+        """Set up the first draft pass: the rows of the model's pass, with at most one more per request."""
         self._step = step = self.runtime.step
         if step is None:
             return super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
         first = over_the_same(step, self.net_num_new_slots_per_request)
         if self.uses_mrope:
-            # Only the model reads them: vLLM takes the slots in its cache from the model's pass.
+            # Only the draft model reads these positions: vLLM takes cache slots from the served model's pass.
             found = super().set_inputs_first_pass(target_positions=target_positions, **kwargs)  # type: ignore[misc]
             starts, computed = map(np.array, (first.batch.starts[:-1], first.batch.computed))
             [before] = upload([computed - starts], step.device)
@@ -100,13 +102,13 @@ class ComposingDrafter:
     def _update_positions_dependent_metadata(
         self, positions: torch.Tensor, common_attn_metadata: Any, batch_size: int, *args: Any
     ) -> torch.Tensor:
-        """Each further pass has one token of each request."""
+        """Set up each further draft pass, which has one token of each request."""
         stock: Any = super()._update_positions_dependent_metadata  # type: ignore[misc]
         if self._step is None:
             found: torch.Tensor = stock(positions, common_attn_metadata, batch_size, *args)
             return found
         if self.uses_mrope:
-            # Drafts are text, of which all coordinates grow alike, wherever images moved them to.
+            # Drafts are text, so all three coordinates grow by one, from any offset that images left.
             seen = (positions + 1).clamp(max=self.max_model_len - 1)
             at = stock(self._at.expand(len(positions), -1), common_attn_metadata, batch_size, *args)
             self._at = at[0].clone()
@@ -120,23 +122,23 @@ class ComposingDrafter:
         self.runtime.step = step
         if not self.uses_mrope and (rewritten := rewritten_positions(step)) is not None:
             rows, logical = rewritten
-            # What is beyond the model's positions is no draft that counts.
+            # vLLM discards drafts beyond the model's last position, so their clamped positions do no harm.
             self.positions.index_copy_(0, rows, logical.clamp(max=self.max_model_len - 1))
 
 
 class ComposingDraftModel(ComposingDrafter, DraftModelProposer):
-    """A model of its own."""
+    """Proposer with a draft model separate from the served model."""
 
     kv_cache_gid: int
-    """Group of vLLM's cache that has its layers."""
+    """Group of vLLM's cache that holds the draft model's layers."""
 
 
 class ComposingHead(ComposingDrafter, EagleProposer):
-    """A head on the model's hidden states (EAGLE), which reads with each token its successor.
+    """Proposer with a head on the model's hidden states (EAGLE), which reads each token with its successor.
 
-    vLLM finds that in the pass.  The prompt has another before a compose point, at the end of a record and
-    where a chunk ends.  A record that has no seam behind it is followed by another token in each prompt: its
-    last row has what was generated there, and guesses worse.
+    vLLM takes the successor from the pass.  The prompt has a different successor before a compose point, at
+    a record's end and at a chunk's end.  A record without a seam behind it has another successor in each
+    prompt.  The record's last row then keeps the token generated after the segment, and drafts get worse.
     """
 
     input_ids: torch.Tensor
@@ -160,6 +162,7 @@ COMPOSING = {DraftModelProposer: ComposingDraftModel, EagleProposer: ComposingHe
 
 
 def composing(runner: Any) -> Any:
-    """The proposer for ``runner`` in place of the one that vLLM gave it; no weights are read yet."""
+    """Return the composing proposer that replaces ``runner``'s, or ``runner``'s own if none replaces it.
+    The call comes before any weights are read."""
     ours = COMPOSING.get(type(runner.drafter))
     return runner.drafter if ours is None else ours(runner.vllm_config, runner.device, runner)

@@ -1,4 +1,4 @@
-"""What a planned request would be now: the parts of its prompt, where their records are, what is computed."""
+"""Explains a planned request: the parts of its prompt, the places of their records, and what it computes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def explanation(
     prefix_cached: int,
     uncut: str | None,
 ) -> Explanation:
-    """``mode``, ``pieces``: how the segments of ``plan`` were found, and what became of the pieces;
-    ``prefix_cached``: tokens of its stream that vLLM's prefix cache has; ``uncut``: why no segments are
-    looked for.  Changes nothing.
+    """Return the explanation of a request as it would run now, without changing any state.
+
+    ``mode``, ``pieces``: how the segments of ``plan`` were found, and counts of what became of the pieces.
+    ``prefix_cached``: tokens of the stream in vLLM's prefix cache.  ``uncut``: why no mode cuts this prompt.
     """
     config, ids = side.config, side.planner.ids
     own = [i for i, token in enumerate(request.token_ids) if ids.marker(token) is None]
@@ -64,7 +65,7 @@ def explanation(
 
 
 def _placed(segments: tuple[CachedSegment, ...]) -> Iterator[tuple[CachedSegment, int]]:
-    """Segments, and the index of the first token of each among those of the prompt that are no primitives."""
+    """Yield each segment with its first token's index among the prompt's tokens that are no primitives."""
     reused = 0
     for segment in segments:
         first = segment.parts[0]
@@ -73,14 +74,14 @@ def _placed(segments: tuple[CachedSegment, ...]) -> Iterator[tuple[CachedSegment
 
 
 def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) -> PromptPart:
-    """The segment whose first token is ``own[at]``."""
+    """Return the part for a segment whose first token is at prompt index ``own[at]``."""
     bounds = [(part.first, part.stop) for part in segment.parts if part.first < part.stop]
     runs: list[Run] = []
     done = 0
     for first, stop in [*bounds, (len(segment.tokens),) * 2]:
         for end, recomputed in ((first, True), (stop, False)):
             if end > done:
-                start = runs[-1].stop if runs else own[at]  # padding belongs to what it stands before
+                start = runs[-1].stop if runs else own[at]  # padding belongs to the run that follows
                 runs.append(Run(start, own[at + end - 1] + 1, recomputed))
                 done = end
     renamed, context = side.namespace.renamed, segment.context
@@ -95,7 +96,7 @@ def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) 
 
 
 def _place(key: SegmentKey, side: SchedulerSide) -> RecordPlace:
-    """Where the record is that users know by this key."""
+    """Return the place of the record that users know by the key ``key``."""
     state = side.retention.record_state(key)
     if state.resident or state.pending:
         return "resident" if state.resident else "pending"
@@ -105,7 +106,7 @@ def _place(key: SegmentKey, side: SchedulerSide) -> RecordPlace:
 
 
 def _whole(ids: list[int], segments: list[PromptPart], primitives: PrimitiveIds) -> Iterator[PromptPart]:
-    """The ``segments`` of a prompt, and what is between them."""
+    """Yield the whole prompt in order: the ``segments`` and the primitives and stream tokens between them."""
     before = 0
     for segment in [*segments, None]:
         after = len(ids) if segment is None else segment.start

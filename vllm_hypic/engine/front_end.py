@@ -1,4 +1,4 @@
-"""Checks of a request in the front end: what PIC cannot honour is refused, with the reason."""
+"""Checks requests in the front end, and refuses with a reason what position-independent caching cannot do."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 
 class RequestRefused(VLLMValidationError, ValueError):
-    """A request that PIC cannot honour; the server answers 400 with this message."""
+    """A request that the plugin cannot honour; the server answers HTTP 400 with this message."""
 
 
 def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
-    """Raise :class:`RequestRefused` unless the engine can honour the request.  Changes nothing.
+    """Raise :class:`RequestRefused` unless the engine can honour the request, which stays unchanged.
 
-    Requests without primitives are only checked for bad ``hypic_*`` options.
+    In a request without primitives or named segments, only the ``hypic_*`` options are checked.
     """
     if own_options(vllm_config.kv_transfer_config) is None:
         return
@@ -94,15 +94,15 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
 
 
 def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The extra arguments without a command of the cache API's own; a client's imitation stays in, and is
-    refused like any unknown option."""
+    """Return the extra arguments without a command of the cache API.
+    A client's imitation of a command stays in, and is refused like any unknown option."""
     if extra_args is None or not is_command(extra_args.get(COMMAND)):
         return extra_args
     return {name: value for name, value in extra_args.items() if name != COMMAND}
 
 
 def _subject(request: EngineCoreRequest) -> Subject:
-    """What a permit for the request must have been made for."""
+    """Return the subject that a permit for this request must name."""
     lora = request.lora_request
     return Subject(
         request.prompt_token_ids or (), request.cache_salt, None if lora is None else lora.lora_name
@@ -110,7 +110,7 @@ def _subject(request: EngineCoreRequest) -> Subject:
 
 
 def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
-    """What the request asks for that prompts with segments do not get, or ``None``."""
+    """Return why a prompt with segments cannot get what the request asks for, or ``None`` if it can."""
     params = request.sampling_params
     if params is None:
         return "pooling requests are not supported"
@@ -129,13 +129,13 @@ def refusal(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
 def _refused_images(
     request: EngineCoreRequest, vllm_config: VllmConfig, primitives: PrimitiveIds, spans: Spans
 ) -> str | None:
-    """Why the request's images cannot be beside segments; ``None``: they can, or there are none."""
+    """Return why the request's media cannot be in a prompt with segments; ``None`` if allowed or absent."""
     features = request.mm_features or ()
     if not features:
         return None
     if reason := refused_media(features, vllm_config):
         return reason
-    # Those that the engine has got before are not sent again.
+    # Media that the engine already has come without data, so they cannot be checked again here.
     here = [feature for feature in features if feature.data is not None]
     ids = request.prompt_token_ids or ()
     try:
@@ -149,7 +149,7 @@ def _refused_images(
 
 
 def reason_not_to_cut(request: EngineCoreRequest, primitives: PrimitiveIds) -> str | None:
-    """Why no segments are to be found in a prompt that names none, or ``None``."""
+    """Return why no mode may cut a prompt that names no segments, or ``None`` if a mode may cut it."""
     if request.mm_features and not primitives.contains(request.prompt_token_ids or ()):
         return (
             "hypic_segment_mode does not cut prompts with images, videos or audio: "

@@ -1,7 +1,7 @@
-"""Prompts of gpt-oss, whose chats vLLM has the package ``openai_harmony`` write and tokenise.
+"""Puts primitives into prompts of gpt-oss, whose chats the package ``openai_harmony`` writes and tokenises.
 
-Harmony knows nothing of the model's tokenizer, so primitives are put into what harmony has made.  Contents
-without primitives keep their tokens; of other contents each piece has the tokens that harmony gives it alone.
+Harmony does not use the model's tokenizer, so this module puts primitives into harmony's finished prompt.
+Contents without primitives keep their tokens.  In other contents, harmony tokenises each piece alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 def refuse_parts(messages: object) -> None:
-    """Raise :class:`.front_end.RequestRefused` for parts of ours, which vLLM would read as empty texts."""
+    """Raise :class:`.front_end.RequestRefused` if ``messages`` hold parts of the plugin's types.
+    vLLM would read such parts as empty texts."""
     if (part := next(parts_of(messages), None)) is not None:
         raise RequestRefused(
             f"part {dict(part)!r:.200}: expected text; separators and segments are allowed in messages of "
@@ -37,13 +38,13 @@ def refuse_parts(messages: object) -> None:
 
 
 def is_cut(said: object, tokenizer: HypicTokenizer) -> bool:
-    """Whether a chat of ``said``, texts in messages and tools, has primitives, parts or segment ids."""
+    """Return whether a chat has primitives, parts or segment ids; ``said``: texts in messages and tools."""
     return current(chat=True) is not None or tokenizer.has_primitives(said)
 
 
 @contextmanager
 def written(request: ChatCompletionRequest) -> Iterator[ChatCompletionRequest]:
-    """The request with what its parts and segment ids stand for, which is read inside alone."""
+    """Yield the request with its parts and segment ids replaced by forms that are valid only inside."""
     if (rewriting := current(chat=True)) is None:
         yield request
         return
@@ -52,10 +53,10 @@ def written(request: ChatCompletionRequest) -> Iterator[ChatCompletionRequest]:
 
 
 def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) -> list[int]:
-    """``ids``, which harmony made of ``messages``, with primitives and written tokens for their texts.
+    """Return ``ids``, harmony's tokens of ``messages``, with primitives and written tokens for their texts.
 
-    Raises :class:`.front_end.RequestRefused` where these texts stand outside of contents, and ``ValueError``
-    for segment ids.
+    Raises :class:`.front_end.RequestRefused` if such texts stand outside contents or harmony alters contents,
+    and ``ValueError`` for segment ids that no token list has replaced.
     """
     if not tokenizer.has_primitives([message.to_dict() for message in messages]):
         return ids
@@ -87,7 +88,7 @@ def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) 
 
 
 def _contents(ids: list[int], n_messages: int) -> Iterator[tuple[int, int]]:
-    """Where the content of each message stands: between two special tokens."""
+    """Yield the first index and the end of each message's content, which lies between two special tokens."""
     harmony = get_encoding()
     [before] = harmony.encode("<|message|>", allowed_special="all")
     if ids.count(before) != n_messages:
@@ -101,13 +102,13 @@ def _contents(ids: list[int], n_messages: int) -> Iterator[tuple[int, int]]:
 
 
 def chat_of(request: ChatCompletionRequest, *, with_tools: bool) -> Chat:
-    """What harmony was asked to write."""
+    """Return the chat that harmony was asked to write."""
     tools = request.tools if with_tools else None
     return Chat(request.messages, [tool.model_dump() for tool in tools or ()])
 
 
 def chat_in(messages: Sequence[Message]) -> Chat:
-    """What ``messages`` were made of, without what harmony itself says."""
+    """Return the chat behind ``messages``, without the texts that harmony itself adds."""
     tools: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
     for message in messages:
@@ -127,7 +128,7 @@ def chat_in(messages: Sequence[Message]) -> Chat:
 
 
 def as_chat(request: TokenizeChatRequest) -> ChatCompletionRequest:
-    """The chat request whose prompt is asked for."""
+    """Return the chat request whose prompt ``request`` asks to tokenise."""
     return ChatCompletionRequest(
         messages=request.messages,
         tools=request.tools,

@@ -1,8 +1,8 @@
-"""Pauses of an engine that only waits for records, of other instances or from the store.
+"""Pauses an engine that only waits for records, from other instances or from the store.
 
-vLLM steps such an engine again and again: a step takes 1 to 2 ms, and its statistics as much again in the API
-server.  Without pauses that would take the core from those who compute the records, on the same machine, and
-the interpreter's lock from the store's threads.
+vLLM steps such an engine without end: a step takes 1 to 2 ms, and its statistics as much again in the API
+server.  Without pauses, the steps would take the core from local instances that compute the records, and the
+interpreter's lock from the store's threads.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 _SHARE, _SHORTEST_S = 0.02, 0.001
 _LONGEST_S = 0.02
-"""Longest pause that something new may have to wait for; a share of the time waited so far below that."""
+"""Longest pause that no event ends; shorter pauses last the share ``_SHARE`` of the time waited so far."""
 _LONGEST_WOKEN_S = 0.25
-"""Longest pause that everything new ends: deadlines are only looked at between pauses."""
+"""Longest pause that every event ends; the pause is bounded because steps also check deadlines."""
 
 Watch = Callable[[Callable[[], None]], bool]
-"""Has what it is given called for each record that has come, or will not; False: it cannot."""
+"""Registers a callback, called for each record that arrives or fails; returns False if not possible."""
 
 
 def watch_arrivals(wake: Callable[[], None]) -> bool:
-    """A :data:`Watch`: False when the engine's worker is another process, or takes no records of others."""
+    """Register ``wake`` at this process's worker, as a :data:`Watch`.
+    Returns False if the worker is another process, or receives no records from other instances."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     from ..connector.beside import own_connector
@@ -35,19 +36,19 @@ def watch_arrivals(wake: Callable[[], None]) -> bool:
 
 
 class IdleWait:
-    """Pauses of the engine's thread; :meth:`wake` may be called by any."""
+    """Pauses the engine's thread; any thread may call :meth:`wake`."""
 
     def __init__(self, inbox: Queue[Any] | None = None, watch: Watch = lambda wake: False) -> None:
-        """``inbox``: where the engine's requests come in; each ends a pause."""
+        """``inbox``: queue in which the engine's requests arrive; each arrival ends a pause."""
         self._inbox = inbox
         self._watch = watch
         self._watched: bool | None = None
-        """Whether records wake; asked when it matters first."""
+        """Whether arriving records end pauses; ``None`` until the first pause asks ``watch``."""
         self._rung = False
         self._since: float | None = None
 
     def wait(self, *, until_woken: bool) -> None:
-        """Pause.  ``until_woken``: only an arriving request or record asks for the next step."""
+        """Pause.  ``until_woken``: whether only an arriving request or record needs the next step."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -57,7 +58,7 @@ class IdleWait:
             return
         if self._watched is None:
             self._watched = self._watch(self.wake)
-        # A queue's condition, told of every item; who takes items from it looks for them when woken.
+        # The queue notifies this condition for every item; consumers check for items after each wake-up.
         with self._inbox.not_empty:
             self._inbox.not_empty.wait_for(
                 lambda: self._rung or self._inbox_filled(),
@@ -66,7 +67,7 @@ class IdleWait:
             self._rung = False
 
     def reset(self) -> None:
-        """Something runs, or nothing is waited for."""
+        """Restart the waiting time, because a step ran or the engine waits for no record."""
         self._since = None
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""What routers are told of this engine: its description when they ask, changes of its pool as they happen."""
+"""Informs routers about this engine: its description on request, and changes of its pool as they happen."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..segment_parallel.description import Description
 
 
 class RoutedInstance:
-    """One engine as an instance of segment parallelism; without that section it tells nothing.
+    """One engine as an instance of segment parallelism; silent without section ``segment_parallel``.
 
-    Used by the scheduler's thread.
+    Only the scheduler's thread uses this class.
     """
 
     def __init__(self, side: SchedulerSide, models: tuple[str, ...], max_model_len: int) -> None:
-        """``models``: names under which the model is served."""
+        """``models``: names under which the engine serves the model."""
         self._side, self._models, self._max_model_len = side, models, max_model_len
         self._id = secrets.token_hex(8)
         self._generation = side.namespace.generation
@@ -29,7 +29,7 @@ class RoutedInstance:
             self._publisher = Publisher(parallel.events, Secret.read(parallel.secret_file))
 
     def describe(self) -> Description | None:
-        """What a router must know to plan as this engine does; ``None`` without segment parallelism."""
+        """Return what a router needs to plan as this engine does; ``None`` without segment parallelism."""
         config, planner = self._side.config, self._side.planner
         parallel = config.segment_parallel
         if parallel is None:
@@ -67,12 +67,11 @@ class RoutedInstance:
         )
 
     def publish(self, unprefilled_tokens: int) -> None:
-        """Tell which records came and went since the last call, and how many prompt tokens are still to be
-        computed."""
+        """Publish the changes of records since the last call, and the prompt tokens still to be computed."""
         if self._publisher is None:
             return
         if (generation := self._side.namespace.generation) != self._generation:
-            # Routers plan with the description: they ask for one again where the process seems to be another.
+            # Routers plan by the description, and fetch a new description when the process seems restarted.
             self._generation = generation
             self._publisher.restart()
         by_state: dict[Lookup, list[str]] = {state: [] for state in Lookup}

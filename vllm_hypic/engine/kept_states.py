@@ -1,8 +1,8 @@
-"""States of requests that decode with drafts, where vLLM's prefix cache keeps those at the ends of blocks.
+"""Keeps states at block ends in vLLM's prefix cache for requests that decode with drafts, on CPU.
 
-A pass may go beyond a block's end; the state that stood there is one of those behind its tokens, and becomes
-the block's.  vLLM's kernel for it is for GPUs, and knows convolutions whose states are kept otherwise than
-here (``backends/linear/drafted.py``).
+A pass may go beyond a block's end.  The pass keeps a state behind each token, and the state at the block's
+end becomes the block's state.  vLLM's kernel for this copy runs on GPUs only, and expects another layout of
+convolution states than ``backends/linear/drafted.py`` has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KeptStates(CPUModelRunner):
         return drafts and self.cache_config.mamba_cache_mode == "align"
 
     def _get_mamba_state_copy_funcs(self) -> Any:
-        """What is behind a token is all in its slot."""
+        """Return copy functions per kind of layer, which copy one slot: a slot holds the whole state."""
         stock: Any = super()._get_mamba_state_copy_funcs()
         if not self._keeps_states:
             return stock
@@ -60,7 +60,7 @@ class KeptStates(CPUModelRunner):
         for i, (request_id, count) in enumerate(zip(self.input_batch.req_ids, counts, strict=True)):
             request, running = self.requests[request_id], self.mamba_state_idx[request_id]
             drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-            # Tokens behind which the first of the pass's states stands, and the last block's end so far.
+            # first: tokens up to the pass's first kept state; end: last block end among accepted tokens.
             first = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request_id] - drafts
             end = (first + count - 1) // block * block
             if end < first:
@@ -77,7 +77,7 @@ class KeptStates(CPUModelRunner):
                 request,
                 self.compilation_config.static_forward_context,
             )
-            if ended == running:  # the first slot has the state behind the last token now
+            if ended == running:  # the copy puts the state behind the last token into the first slot
                 counts[i] = 1
         mamba_utils.do_mamba_copy_block(copies)
         self.input_batch.num_accepted_tokens_cpu[: len(counts)] = counts

@@ -1,7 +1,7 @@
-"""KV events (``--kv-events-config``): routers are told of the blocks of plain requests alone.
+"""KV events (``--kv-events-config``): routers hear only of the blocks of plain requests.
 
-The tokens of a private request (a composed request's stream, a segment) begin no prompt: a router that took
-them for a beginning would send prompts to an engine that has nothing of them.
+The tokens of a private request (a composed request's stream, a segment) begin no prompt.  A router that
+mistook such tokens for a prefix would send prompts to an engine that has no block of those prompts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class PlainEvents(EventPublisher):
-    """Passes events on to vLLM's publisher, except those of private requests' blocks."""
+    """Passes events on to vLLM's publisher, except events of private requests' blocks."""
 
     def __init__(self, publisher: EventPublisher) -> None:
         super().__init__()
         self._publisher = publisher
-        # Every BlockStored has its request's session: not every one has a hash or the salt.
+        # The session id marks private blocks: every BlockStored has it, but not every one a hash or salt.
         self._session = secrets.token_hex(16)
         self._hidden: Counter[tuple[int | None, bytes | int]] = Counter()
         """Cached blocks of private requests, by group and hash."""
 
     def hide(self, request: Request) -> None:
-        """The request's blocks are private from now on.  It must not have been scheduled."""
+        """Mark the blocks of ``request`` as private from now on; the request must not have been scheduled."""
         request.session_id = self._session
-        # Blocks that are found again are not stored again.
+        # In this mode vLLM reports only new blocks, not blocks found in its prefix cache.
         request.kv_cache_report_mode = "incremental"
 
     def publish(self, events: EventBatch) -> None:
@@ -58,7 +58,7 @@ class PlainEvents(EventPublisher):
         return False
 
     def _forget(self, event: BlockRemoved) -> bool:
-        """Take note that blocks were removed; whether they were private.  All of an event's are, or none."""
+        """Count removed blocks down; return whether the event's blocks, all or none, are private."""
         blocks = [(event.group_idx, block) for block in event.block_hashes]
         if not any(block in self._hidden for block in blocks):
             return False

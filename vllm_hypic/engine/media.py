@@ -1,5 +1,5 @@
-"""Images, videos and audio of vLLM's requests: where they stand, how many positions they take, and which a
-stream computes."""
+"""Finds the place and the number of positions of images, videos and audio in vLLM's requests, and selects
+the media that a stream computes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
 
 MODALITIES = ("image", "video", "audio")
-"""What prompts with segments may have beside text."""
+"""Kinds of input that prompts with segments may have beside text."""
 
 
 def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmConfig) -> str | None:
-    """Why prompts with segments cannot have these inputs; ``None``: they can."""
+    """Return why prompts with segments cannot have these inputs, or ``None`` if these inputs are allowed."""
     model = vllm_config.model_config
     processing = model.get_multimodal_config()
     for feature in features:
@@ -61,8 +61,8 @@ def _has_windows(model: ModelConfig) -> bool:
 
 
 def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
-    """Where a prompt's images stand, by indices of its tokens.  Raises :class:`PromptError` where one lies in
-    another."""
+    """Return the places of a prompt's media, by indices of the prompt's tokens.
+    Raises :class:`PromptError` if a medium lies inside another medium."""
     media: list[Medium] = []
     for feature in features:
         at = feature.mm_position
@@ -76,15 +76,15 @@ def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
 
 
 class MediaReader:
-    """Reads the images of one engine's requests; for one thread."""
+    """Reads the media of one engine's requests; for one thread."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
 
     def of(self, features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int]) -> Media:
-        """The images of a prompt, by indices of its tokens.
+        """Return the media of a prompt, by indices of the prompt's tokens, with M-RoPE's positions.
 
-        Raises :class:`PromptError` where one lies in another, or nothing tells how many positions it takes.
+        Raises :class:`PromptError` if a medium lies inside another medium, or its positions are not known.
         """
         media = placed(features)
         if not self._model.uses_mrope:
@@ -96,19 +96,19 @@ class MediaReader:
 
     @cached_property
     def _positions(self) -> Any:
-        """The model class's own rule for three-dimensional positions, without a model: it reads the
-        configuration."""
+        """The model class's own method for three-dimensional positions, on an object without weights.
+        The method only reads the configuration."""
         from vllm.model_executor.model_loader.utils import get_model_cls
 
         cls: Any = get_model_cls(self._model)
         unbuilt = object.__new__(cls)
         config = self._model.hf_config
-        # Of a model that speaks, too, the part that sees and hears is what vLLM builds.
+        # vLLM builds only the thinker of models that also speak; the thinker sees and hears.
         object.__setattr__(unbuilt, "config", getattr(config, "thinker_config", config))
         return unbuilt.get_mrope_input_positions
 
     def _measured(self, medium: Medium, feature: MultiModalFeatureSpec, tokens: list[int]) -> Medium:
-        """``medium`` with the positions that the model's rule gives the image alone."""
+        """Return ``medium`` with the positions that the model's rule gives to the medium alone."""
         length, here = len(tokens), [moved(feature, 0)]
         try:
             alone, _ = self._positions(tokens, here)
@@ -119,7 +119,7 @@ class MediaReader:
                 f"without a loaded model ({type(e).__name__}: {e}): remove separators and segments"
             ) from e
         except RuntimeError as e:
-            # In the worker it would end the engine.
+            # The same error in the worker would end the engine.
             raise PromptError(
                 f"{self._model.architecture} needs a token behind {feature.modality} inputs, where a segment "
                 f"may end ({e}): remove separators and segments"
@@ -136,7 +136,7 @@ class MediaReader:
 
 
 def in_stream(features: Sequence[MultiModalFeatureSpec], plan: PromptPlan) -> list[MultiModalFeatureSpec]:
-    """The inputs of those images whose tokens the plan's stream computes, at their places in it."""
+    """Return the inputs of the media that the plan's stream computes, moved to their places in the stream."""
     found = []
     for feature, medium in zip(features, plan.media, strict=True):
         at = bisect_left(plan.positions, medium.start)
@@ -146,5 +146,5 @@ def in_stream(features: Sequence[MultiModalFeatureSpec], plan: PromptPlan) -> li
 
 
 def moved(feature: MultiModalFeatureSpec, offset: int) -> MultiModalFeatureSpec:
-    """The same input at another place in the prompt."""
+    """Return the input at another place: its first token at index ``offset``."""
     return replace(feature, mm_position=replace(feature.mm_position, offset=offset))

@@ -1,9 +1,9 @@
-"""What vLLM counts of prompts and of hits in its caches agrees with the ``usage`` of their requests.
+"""Corrects vLLM's counts of prompts and cache hits, so that the counts agree with the requests' ``usage``.
 
-vLLM counts what it schedules: streams, and segment requests, and no hits of either in a connector's cache.
-Here a composed request counts once, with its prompt as it was sent and with what records had of it as
-external hits.  Segment requests do not count; plain ones count as in an engine without a connector, or
-with those beside ours alone.
+vLLM counts the streams and segment requests that it schedules, without any hits in a connector's cache.
+After the correction, a composed request counts once, with its prompt as sent; tokens from records are
+external hits.  Segment requests do not count.  Plain requests count as in an engine without a connector,
+or with only the connectors beside HypicConnector.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Prompt:
-    """A planned request; ``sent``: tokens of its prompt as it was sent, primitives included."""
+    """Counts of a planned request; ``sent``: tokens of the prompt as sent, primitives included."""
 
     sent: int
     hits: Counter[str] = field(default_factory=Counter)
-    """Tokens that records had of it, by where these came from."""
+    """Prompt tokens that existing records held, by the source of the record."""
     recorded: int = 0
-    """Tokens of records that were computed for it."""
+    """Prompt tokens of records that were computed for this request."""
 
 
 class PromptCounts:
-    """Corrects vLLM's statistics of planned requests.  ``alone``: no connector stands beside ours."""
+    """Corrects vLLM's statistics of planned requests.  ``alone``: HypicConnector is the only connector."""
 
     def __init__(self, side: SchedulerSide, *, alone: bool) -> None:
         self._side, self._alone = side, alone
         self._prompts: dict[str, _Prompt] = {}
-        """Planned requests, until vLLM says that they have ended."""
+        """Planned requests by id, until vLLM reports their end."""
         self._local, self._external = PrefixCacheStats(), PrefixCacheStats()
-        """What is to be added to vLLM's counts of its own prefix cache, and of connectors' caches."""
+        """Corrections to add to vLLM's counts of its own prefix cache, and of connectors' caches."""
 
     def expect(self, request_id: str, sent: int) -> None:
-        """A request was planned, whose prompt had ``sent`` tokens as it was sent."""
+        """Note a planned request, whose prompt as sent has ``sent`` tokens."""
         self._prompts[request_id] = _Prompt(sent)
 
     def scheduled(
         self, output: SchedulerOutput, requests: Mapping[str, Request], looks_up: Callable[[Request], bool]
     ) -> None:
-        """vLLM has scheduled a step, and counted the prompts that begin in it.
+        """Record the corrections for a step that vLLM has just scheduled and counted.
 
-        ``looks_up``: whether a request was looked for in vLLM's own prefix cache.
+        ``looks_up``: says whether vLLM looked a request up in its own prefix cache.
         """
         for request_id in output.finished_req_ids:
             self._prompts.pop(request_id, None)
@@ -65,7 +65,7 @@ class PromptCounts:
                 self._begin(request, prompt, looked_up=looks_up(request))
 
     def _begin(self, request: Request, prompt: _Prompt | None, *, looked_up: bool) -> None:
-        """A request begins to run; ``prompt``: ``None`` for a segment request."""
+        """Record corrections for a request that begins to run; ``prompt``: ``None`` for a segment request."""
         assert request.prefill_stats is not None
         stream, cached = request.num_prompt_tokens, request.prefill_stats.num_local_cached_tokens
         if looked_up and prompt is not None and not request.get_skip_reading_prefix_cache():
@@ -85,19 +85,19 @@ class PromptCounts:
             self._external.record(prompt.sent - cached, 0, preempted=False)
 
     def _look_at_records(self, request_id: str, prompt: _Prompt) -> None:
-        """The request's records are resident."""
+        """Read the hits and computed tokens of a request whose records are resident into ``prompt``."""
         if (plan := self._side.plan_of(request_id)) is not None:
             prompt.hits = self._side.hits(request_id)
             prompt.recorded = sum(s.reused for s in plan.segments) - prompt.hits.total()
 
     def _ask_records(self, prompt: _Prompt, tokens: int) -> None:
-        """So many of a prompt's tokens were looked for in records."""
+        """Count ``tokens`` of the prompt as looked up in records, with the prompt's hits."""
         sources = {CacheHitSource(source): n for source, n in prompt.hits.items()}
         self._external.record(tokens, prompt.hits.total(), preempted=False, hits_by_source=sources)
 
     def end_unrun(self, request_id: str) -> PrefillStats | None:
-        """Count a request that ends without having run, as its records are resident; its statistics.
-        ``None``: it was not planned."""
+        """Count a request that ends without running, because its records are resident.
+        Returns the request's statistics, or ``None`` if the request was not planned."""
         if (prompt := self._prompts.get(request_id)) is None:
             return None
         self._look_at_records(request_id, prompt)
@@ -108,7 +108,7 @@ class PromptCounts:
         return stats
 
     def prefilled(self, output: EngineCoreOutput) -> None:
-        """Correct the first output of a request; any other one stays as it is."""
+        """Correct a planned request's first output in place; all other outputs stay unchanged."""
         stats, prompt = output.prefill_stats, self._prompts.get(output.request_id)
         if stats is None or prompt is None:
             return
@@ -117,7 +117,7 @@ class PromptCounts:
         stats.num_cache_creation_tokens = created
 
     def correct(self, outputs: Iterable[EngineCoreOutputs]) -> None:
-        """Correct vLLM's counts of its caches in a step's outputs."""
+        """Add the recorded corrections to vLLM's cache counts in a step's outputs."""
         for stats in [o.scheduler_stats for o in outputs if o.scheduler_stats is not None]:
             if (external := stats.connector_prefix_cache_stats) is not None:
                 if self._alone:
@@ -128,7 +128,7 @@ class PromptCounts:
 
 
 def _added(counts: PrefixCacheStats, more: PrefixCacheStats) -> PrefixCacheStats:
-    """``counts``, to which ``more`` was added."""
+    """Add ``more`` to ``counts`` in place, and return ``counts``."""
     counts.requests += more.requests
     counts.queries += more.queries
     counts.hits += more.hits

@@ -1,4 +1,4 @@
-"""Prompt logprobs of requests with segments: rows of the private stream become rows of the prompt."""
+"""Turns prompt logprobs of requests with segments from rows of the stream into rows of the prompt."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class PromptLogprobs:
-    """What is kept, for requests that ask for prompt logprobs, until their prompts are computed.
+    """Maps stream rows to prompt rows of requests for prompt logprobs, until their prompts are computed.
 
-    The model runner gives one row for each stream token but the first.  The client has the prompt as it was
-    sent and is given one row for each of its tokens but the first, most of which are marked as null.
+    The model runner gives one row for each stream token but the first.  The client gets one row for each
+    token of the prompt as sent but the first; most of these rows are marked as null.
     """
 
     def __init__(self, primitives: PrimitiveIds) -> None:
@@ -28,14 +28,14 @@ class PromptLogprobs:
         self._rows: dict[str, PromptRows] = {}
 
     def expect(self, request: Request, ids: list[int], plan: PromptPlan) -> None:
-        """Take note of a request, sent as ``ids``, that asks for them."""
+        """Prepare the rows of a request, sent as ``ids``, if the request asks for prompt logprobs."""
         params = request.sampling_params
         if params is not None and params.prompt_logprobs is not None:
             self._rows[request.request_id] = prompt_rows(ids, plan, self._primitives)
 
     def of_prompt(self, request_id: str, stream: LogprobsTensors | None) -> LogprobsTensors | None:
-        """The prompt's rows instead of the ``stream``'s: all null where that is ``None``, as nothing of the
-        prompt was computed; ``stream`` itself, or ``None``, for requests that have no segments."""
+        """Return the prompt's rows for the ``stream``'s rows; requests without segments get ``stream`` back.
+        All rows are null if ``stream`` is ``None``, because no token of the prompt was computed."""
         if (rows := self._rows.get(request_id)) is None:
             return stream
         tokens = torch.tensor(rows.tokens[1:])
@@ -52,5 +52,5 @@ class PromptLogprobs:
         return LogprobsTensors(ids, logprobs, ranks)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop the rows of a request that has ended."""
         self._rows.pop(request_id, None)

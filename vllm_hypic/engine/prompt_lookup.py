@@ -1,7 +1,7 @@
-"""Speculative decoding whose drafts are looked up in a request's own tokens: n-grams and suffixes.
+"""Speculative decoding that looks drafts up in a request's own tokens, by n-grams and suffixes.
 
-vLLM's proposers read them in the model runner's batch, which has only the tokens of a composed request's
-stream.  They are given what they read of the batch with the whole prompts in it.
+vLLM's proposers read tokens from the model runner's batch, which has only a composed request's stream.  This
+module gives the proposers the same fields of the batch, with whole prompts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholePrompts:
-    """What these proposers read of vLLM's batch: ``token_ids_cpu [requests, tokens]``, prompts and what was
-    generated behind them, of which each request has ``num_tokens_no_spec``."""
+    """The fields of vLLM's batch that proposers read, with whole prompts.
+    ``token_ids_cpu [requests, tokens]`` has each prompt with its generated tokens, together
+    ``num_tokens_no_spec`` tokens for each request."""
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
@@ -29,7 +30,8 @@ class WholePrompts:
 
     @staticmethod
     def of(batch: InputBatch, prompts: Sequence[np.ndarray | None]) -> WholePrompts:
-        """``prompts [requests]``: tokens of the whole prompt; ``None``: the batch has them."""
+        """Return ``batch``'s fields with whole prompts.
+        ``prompts [requests]``: tokens of each whole prompt; ``None`` if the batch has the prompt itself."""
         ends, streams = batch.num_tokens_no_spec[: batch.num_reqs], batch.num_prompt_tokens[: batch.num_reqs]
         whole = [
             batch.token_ids_cpu[row, : streams[row]] if prompt is None else prompt

@@ -1,11 +1,11 @@
-"""Renderer mode ``hypic``: vLLM's own, which also tells what a chat request was made of.
+"""Renderer mode ``hypic``: vLLM's renderer, which also passes on the messages of a chat request.
 
-Prompts are what they are without it.  Messages, tools and documents travel beside the rendered prompt, first
-in the renderer's prompt and then in the engine's input, to ``InputProcessor.process_inputs``
-(``patches/request_check.py``): in the request's own objects, so nothing is shared between requests.
+The mode leaves prompts unchanged.  Messages, tools and documents travel beside the rendered prompt, first in
+the renderer's prompt and then in the engine's input, to ``InputProcessor.process_inputs``
+(``patches/request_check.py``).  Each request carries them in its own objects, shared with no other request.
 
-Parts and segment ids of a request are replaced here, and what comes out of the renderer shows their public
-texts: all that vLLM gives back or logs of a prompt is made of that.
+The renderer replaces parts and segment ids of a request, but its results show their public texts.  vLLM
+builds answers and logs of a prompt from these public texts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ CHAT = "hypic_chat"
 
 
 class HypicRenderer(HfRenderer):
-    """Overrides where messages become a prompt, and where a prompt becomes the engine's input; and all in
-    between for requests with parts or ids.
+    """Overrides vLLM's steps from messages to a prompt, and from a prompt to the engine's input.
 
-    Chats of gpt-oss pass the renderer by, so they are patched once it is made.
+    Requests with parts or ids also need the steps between overridden.  Chats of gpt-oss bypass the renderer,
+    so the constructor patches vLLM for gpt-oss.
     """
 
     def __init__(self, config: VllmConfig, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
         submit = self._executor.submit
-        # Threads that render and tokenise do so in the request's own context, in which its seal counts.
+        # Threads must render and tokenise in the request's own context, where the request's seal is valid.
         self._executor.submit = lambda *call, **named: submit(copy_context().run, *call, **named)
         if config.model_config.hf_config.model_type == "gpt_oss":
             harmony_prompts.apply()
@@ -55,7 +55,7 @@ class HypicRenderer(HfRenderer):
     async def render_cmpl_async(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         if (rewriting := current(chat=False)) is None:
             return await super().render_cmpl_async(prompts, *args, **kwargs)
-        texts = len(prompts) - len(rewriting.public)  # behind prompt_embeds
+        texts = len(prompts) - len(rewriting.public)  # vLLM puts texts behind prompt_embeds
         with rewriting.seal:
             written = [*prompts[:texts], *rewriting.of(prompts[texts:])]
             return await super().render_cmpl_async(written, *args, **kwargs)
@@ -79,13 +79,13 @@ class HypicRenderer(HfRenderer):
         return _carrying(chat, await super()._process_tokens_async(prompt, **kwargs))
 
     def _taken(self, prompt: Any) -> Chat | None:
-        """The chat of a prompt that is tokenised, whose text is left as others may see it."""
+        """Remove and return a tokenised prompt's chat; replace the prompt's text by its public text."""
         if isinstance(text := prompt.get("prompt"), str):
             prompt["prompt"] = self._public(text)
         return prompt.pop(CHAT, None)
 
     def _public(self, value: Any) -> Any:
-        """Texts, and what holds them, as others may see them."""
+        """Return ``value``, a text or nested lists and dictionaries of texts, with public texts only."""
         if isinstance(value, str):
             return public_text(value, self._decode)
         if isinstance(value, list):
@@ -94,7 +94,7 @@ class HypicRenderer(HfRenderer):
 
 
 def _read(messages: Any) -> list[Any]:
-    """The messages with contents that can be read twice: pydantic's may be iterators."""
+    """Return the messages with contents that can be read twice; pydantic's contents may be iterators."""
     return [
         {**message, "content": list(content)}
         if isinstance(message, dict)

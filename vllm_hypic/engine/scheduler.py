@@ -1,7 +1,7 @@
 """HypicScheduler: vLLM's scheduler plus internal segment requests.
 
-``--scheduler-cls vllm_hypic.engine.scheduler.HypicScheduler`` (set by the plugin itself) gives the
-synchronous or the asynchronous variant, as the engine is configured.
+The plugin sets ``--scheduler-cls vllm_hypic.engine.scheduler.HypicScheduler``, which makes the synchronous
+or the asynchronous variant, by the engine's configuration.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _HypicMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # vLLM asks where passes end only of engines that keep states for its prefix cache.
+        # Stock vLLM calls _mamba_block_aligned_split only if its prefix cache keeps states.
         self._splits_for_states = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = self.has_mamba_layers or self.num_spec_tokens > 0
         from ..connector.beside import own_connector
@@ -75,22 +75,22 @@ class _HypicMixin(Scheduler):
             )
         self.hypic: SchedulerSide = own.scheduler
         self._has_others = own is not self.connector
-        """Other connectors stand beside ours."""
+        """Whether the engine has other KV connectors beside HypicConnector."""
         if not self._has_others:
-            # For connectors that fill blocks beside the model's stream.  Ours does not, and with blocks that
-            # are still held vLLM cannot reset its cache between two overlapping steps.
+            # vLLM defers frees for connectors that fill blocks outside the model's device stream, unlike
+            # HypicConnector.  Deferred blocks would stop cache resets between two overlapping steps.
             self.defer_block_free = False
-        # In every cache salt of ours, so that no client can name one and read another's blocks.
+        # Every salt made here contains the secret, so no client can name such a salt and read its blocks.
         self._secret = secrets.token_hex(16)
         self._events = PlainEvents(self.kv_event_publisher)
         self.kv_event_publisher = self._events
-        # Requests that are over as soon as their records are resident, and how they end.
+        # Final status of each request that never runs and ends once its records are resident.
         self._ending: dict[str, RequestStatus] = {}
         model = self.vllm_config.model_config
         self._media = MediaReader(model)
         self.adapters = Adapters(self.requests.values, self.hypic.reset)
         self._images: WeakKeyDictionary[Request, list[MultiModalFeatureSpec]] = WeakKeyDictionary()
-        """All images of requests whose streams have some of them at most."""
+        """All images of each composed request; the request itself keeps only the images of its stream."""
         served = model.served_model_name
         self._instance = RoutedInstance(
             self.hypic, (served,) if isinstance(served, str) else tuple(served), model.max_model_len
@@ -113,15 +113,15 @@ class _HypicMixin(Scheduler):
         self._counts = PromptCounts(self.hypic, alone=not self._has_others)
         self._idle_wait = IdleWait()
         self._ran = True
-        """Something ran in the last step, or has come in since."""
+        """Whether tokens ran in the last step, or a request has arrived since."""
 
     def take_inbox(self, inbox: Queue[Any]) -> None:
-        """``patches/engine_inbox.py`` tells where the engine's requests come in."""
+        """Set the queue in which the engine's requests arrive (called by ``patches/engine_inbox.py``)."""
         self._idle_wait = IdleWait(inbox, watch_arrivals)
 
     def workers_called(self, method: str | Callable[..., Any]) -> bool:
-        """``patches/engine_calls.py`` tells what workers were called to do.  Where that may have changed
-        weights, records begin anew, and workers are to be told."""
+        """Begin a new generation of records if a worker call may have changed weights; return whether it may.
+        ``patches/engine_calls.py`` calls this method, and tells the workers if the result is true."""
         if not may_change_weights(method):
             return False
         name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
@@ -131,7 +131,7 @@ class _HypicMixin(Scheduler):
         return True
 
     def _tenant(self, salt: str | None) -> str:
-        """A tenant's name wherever its salt itself should not stand."""
+        """Return a digest of the salt, which names the tenant without showing the salt."""
         return self.hypic.namespace.scoped(salt=salt, lora=None).digest
 
     def add_request(self, request: Request) -> None:
@@ -142,7 +142,7 @@ class _HypicMixin(Scheduler):
         super().add_request(request)
 
     def _keep_apart(self, request: Request) -> None:
-        """Let the request find none of vLLM's blocks that are of its adapter's former weights."""
+        """Change the request's salt so that it finds no vLLM blocks of its adapter's former weights."""
         if request.lora_request is not None and (salt := self.adapters.salt(request.lora_request)):
             self._events.hide(request)
             _set_salt(request, f"hypic:{self._secret}:adapter:{salt}:{request.cache_salt or ''}")
@@ -168,17 +168,17 @@ class _HypicMixin(Scheduler):
             if transfer.push_to is not None and (plan is None or not plan.warm_only):
                 raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
         except (LinkError, PromptError) as e:
-            # The front end refuses these with HTTP 400; a client that talks to the engine core
-            # directly gets an error finish, the engine lives on.
+            # The front end answers these errors with HTTP 400.  A client that talks to the engine core
+            # directly gets a request that finishes with an error; the engine lives on.
             logger.error("request %s refused: %s", request.request_id, e)
             _replace_tokens(request, [0], request.cache_salt)
             self._end_unrun(request, RequestStatus.FINISHED_ERROR)
             return
         if isinstance(command, Compile):
-            # A warm-up prompt of one segment, which is given its id when the request ends.
+            # The command's prompt is a warm-up prompt of one segment; the segment gets its id at the end.
             pieces = split_ids(wanted.token_ids, planner.ids)
             [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
-            # The id outlives this generation of records.
+            # The id outlives this generation of records, so the registry gets the renamed key.
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
             self._commands.submit_compile(request.request_id, command, tokens, key, request.cache_salt)
         if plan is not None:
@@ -188,7 +188,7 @@ class _HypicMixin(Scheduler):
             self._adopt(request, plan, transfer, mode)
 
     def _may_record_prefix(self, request: Request) -> bool:
-        """Whether the prefix of a prompt without segments may be a record."""
+        """Return whether the prefix of a prompt without segments may become a record."""
         if self.hypic.config.prefix == "stock":
             return False
         is_text = request.sampling_params is not None and not request.resumable
@@ -206,8 +206,8 @@ class _HypicMixin(Scheduler):
         )
 
     def _look_for_reasoning(self, request: Request) -> None:
-        """Decide whether a prompt has ended the model's reasoning, behind which grammars begin, while it is
-        whole."""
+        """Set ``reasoning_ended`` while the request still has its whole prompt.
+        Grammars of structured output begin behind the model's reasoning, which the prompt may end."""
         asked = request.structured_output_request
         if asked is None or asked.reasoning_ended is not None:
             return
@@ -216,9 +216,9 @@ class _HypicMixin(Scheduler):
             asked.reasoning_ended = reasoner.is_reasoning_end(request.prompt_token_ids or [])
 
     def _explain(self, request: Request) -> None:
-        """Answer what the request would be, and end it unrun.  Looks records up without using them: none is
-        moved, loaded or kept by it."""
-        self.hypic.retention.drop_expired()  # as the next pump() does
+        """Submit the explanation of the request as its answer, and end the request unrun.
+        The look-up of records moves, loads and keeps no record."""
+        self.hypic.retention.drop_expired()  # the next pump() would drop the same records
         found, wanted = _take_found(request), self._plan_request(request)
         uncut = reason_not_to_cut(request, self.hypic.planner.ids)
         answer: Explanation | Failure
@@ -235,7 +235,7 @@ class _HypicMixin(Scheduler):
         self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
 
     def _adopt(self, request: Request, plan: PromptPlan, transfer: Transfer, mode: str) -> None:
-        """Make the plan's stream the request's tokens, and have it wait for its records."""
+        """Make the plan's stream the request's tokens, and let the request wait for its records."""
         if plan.warm_only:
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
         tenant = self._tenant(request.cache_salt)
@@ -262,12 +262,13 @@ class _HypicMixin(Scheduler):
         if plan.salt is not None:
             salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
         if request.skip_reading_prefix_cache and plan.segments:
-            # vLLM ignores a connector's "not yet" for such requests; a salt of its own keeps its cache out.
+            # vLLM ignores a connector's "not yet" for such requests.  A salt that no other request has keeps
+            # the request out of the prefix cache instead.
             request.skip_reading_prefix_cache = False
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         if salt != request.cache_salt:
             self._events.hide(request)  # its tokens begin no prompt, or nobody finds their blocks
-        # A warm-up prompt may have nothing to compute; it is never scheduled, but vLLM wants a token.
+        # A warm-up prompt may have an empty stream.  vLLM requires a token, though the prompt never runs.
         stream = list(plan.stream) or [plan.segments[-1].tokens[-1]]
         if request.mm_features:
             self._images[request] = request.mm_features
@@ -275,12 +276,13 @@ class _HypicMixin(Scheduler):
         _replace_tokens(request, stream, salt)
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
-        """End the request with ``status`` once its records are resident; it is never scheduled."""
+        """Let the request end with ``status`` once its records are resident, without ever being scheduled."""
         self._ending[request.request_id] = status
         self.hypic.hold(request.request_id)
 
     def _finish_ending(self) -> list[tuple[EngineCoreOutput, int]]:
-        """Finish the unrun requests whose records are resident, and delivered; their outputs and clients."""
+        """Finish the unrun requests whose records are resident and delivered.
+        Returns pairs of an output and its client's index."""
         finished = []
         for request_id, status in list(self._ending.items()):
             request = self.requests.get(request_id)
@@ -322,13 +324,13 @@ class _HypicMixin(Scheduler):
         return output
 
     def _end_unwanted(self) -> None:
-        """End the segment requests that nobody waits for any more.  What has begun is finished: whoever asks
-        again finds that done."""
+        """End the segment requests that no request waits for any more.
+        Segment requests that have begun go on: a later request then finds the record."""
         while unwanted := [r for r in self.hypic.take_unwanted() if not self.requests[r].num_computed_tokens]:
             self.finish_requests(unwanted, RequestStatus.FINISHED_ABORTED)
 
     def _unprefilled_tokens(self) -> int:
-        """Prompt tokens that are still to be computed."""
+        """Return the number of prompt tokens that are still to be computed, over all requests."""
         return sum(max(0, r.num_prompt_tokens - r.num_computed_tokens) for r in self.requests.values())
 
     def _segment_request(self, segment: SegmentRequest) -> Request:
@@ -337,7 +339,7 @@ class _HypicMixin(Scheduler):
         request = Request(
             request_id=segment.request_id,
             prompt_token_ids=segment.token_ids,
-            # vLLM does not ask the connector about requests that skip its cache, so they cannot wait.
+            # vLLM does not ask the connector about requests that skip the prefix cache, so these cannot wait.
             sampling_params=SamplingParams(
                 max_tokens=1, temperature=0.0, skip_reading_prefix_cache=not segment.waits
             ),
@@ -346,7 +348,7 @@ class _HypicMixin(Scheduler):
             client_index=owner.client_index,
             arrival_time=owner.arrival_time,
             lora_request=owner.lora_request,
-            # Its KV was computed in isolation and serves nobody else.
+            # The KV of an isolated segment is wrong for every other request.
             cache_salt=self._unshared_salt(segment.request_id),
             priority=segment.priority,
             block_hasher=owner._block_hasher,
@@ -355,7 +357,7 @@ class _HypicMixin(Scheduler):
         return request
 
     def _raise(self, priorities: dict[str, int]) -> None:
-        """Make requests more urgent, where they wait, too."""
+        """Set higher priorities (by request id), also in the queues where the requests wait."""
         raised = {request for r in priorities if (request := self.requests.get(r)) is not None}
         if not raised:
             return
@@ -370,20 +372,22 @@ class _HypicMixin(Scheduler):
                 queue.add_request(request)
 
     def _unshared_salt(self, request_id: str) -> str:
-        """A cache salt for a request that is captured: it must compute all its tokens, and leave nothing in
-        vLLM's prefix cache to others."""
+        """Return the cache salt of a captured request.
+        Such a request computes all its tokens, and shares no block of vLLM's prefix cache with others."""
         return f"hypic:{self._secret}:captured:{request_id}"
 
     def _is_captured(self, request: Request) -> bool:
         return request.cache_salt == self._unshared_salt(request.request_id)
 
     def _mamba_block_aligned_split(self, request: Request, num_new_tokens: int, *args: Any) -> int:
-        """Stock ends prefill chunks where states are kept for its prefix cache, at the price of a step for
-        the rest of the prompt.  Nobody resumes from the states of a request that is captured: its prompt is
-        not split, and a segment request's one token has no drafts.  Nor is a prompt's one token padded with
-        drafts where there are states: it may be the first.  No chunk ends inside an island, whose state is
-        not the request's: one that finds no room waits for the next step.  Drafts end where the model's
-        positions do, which a stream is short of."""
+        """Return how many of ``num_new_tokens`` the request computes in this pass.
+
+        Stock vLLM ends chunks where its prefix cache keeps states, which costs a step for the prompt's rest.
+        No request resumes from a captured request's states, so captured prompts are not split or drafted for.
+        With linear layers, drafts do not pad a pass of one prompt token, which may be the prompt's first.
+        No chunk ends inside an island, whose state is not the request's: an island without room waits.
+        Drafts end at the model's last logical position, which the shorter stream does not show.
+        """
         begin = request.num_computed_tokens + sum(args)
         if self._is_captured(request) and begin < request.num_prompt_tokens:
             return min(num_new_tokens, request.num_tokens - begin)
@@ -401,8 +405,8 @@ class _HypicMixin(Scheduler):
         return max(0, self.hypic.pass_end(request.request_id, end) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:
-        """Blocks of requests that are captured leave the prefix cache, instead of pushing useful ones out of
-        it."""
+        """Free the blocks; those of captured requests also leave the prefix cache.
+        Such blocks are useless to other requests, and would push useful blocks out of the cache."""
         if self._is_captured(request):
             groups = self.kv_cache_manager.get_block_ids(request.request_id)
             self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
@@ -417,12 +421,12 @@ class _HypicMixin(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        # With several batches on their way a step schedules nothing, and one that ran ends later.
+        # With several batches in flight, a step may schedule nothing while an earlier step still runs.
         self._ran |= bool(scheduler_output.total_num_scheduled_tokens)
         if self.hypic.config.prefix != "stock":
             for request_id, _, end in passes(scheduler_output):
                 self.hypic.prefixes.passed(request_id, end)
-        # A request that ends in this step is forgotten by the time its output is built.
+        # Stock code forgets the requests that end in this step before it returns their outputs.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         prompts = model_runner_output.prompt_logprobs_dict
         for request_id, stream in prompts.items():
@@ -444,7 +448,7 @@ class _HypicMixin(Scheduler):
 
 
 def _take_command(request: Request) -> AnyCommand | Failure | None:
-    """Take the command of the cache API, if any, out of the request: what remains is an ordinary one."""
+    """Remove the cache API's command from the request and return it; ``None`` without a command."""
     params = request.sampling_params
     if params is None or not params.extra_args or COMMAND not in params.extra_args:
         return None
@@ -453,8 +457,8 @@ def _take_command(request: Request) -> AnyCommand | Failure | None:
 
 
 def _take_found(request: Request) -> tuple[str, dict[str, int]]:
-    """Take what the front end found out of the request: how its segments were found, and what became of the
-    pieces."""
+    """Remove the front end's findings from the request.
+    Returns the mode by which segments were found, and counts of what became of the pieces."""
     params = request.sampling_params
     extra = {} if params is None else params.extra_args or {}
     if params is None or FOUND not in extra:
@@ -468,7 +472,7 @@ def _take_found(request: Request) -> tuple[str, dict[str, int]]:
 def _replace_tokens(request: Request, tokens: list[int], salt: str | None) -> None:
     """Give a request that was never scheduled other prompt tokens.
 
-    ``all_token_ids`` is a view of the same list, so it is changed in place; block hashes are made anew.
+    The list changes in place, because ``all_token_ids`` is a view of it; block hashes are made anew.
     """
     request.prompt_token_ids = tokens
     request._all_token_ids[:] = tokens
@@ -484,16 +488,16 @@ def _set_salt(request: Request, salt: str | None) -> None:
 
 
 class HypicSyncScheduler(_HypicMixin):
-    """Over vLLM's synchronous scheduler."""
+    """vLLM's synchronous scheduler with segment requests."""
 
 
 class HypicAsyncScheduler(_HypicMixin, AsyncScheduler):
-    """Over vLLM's asynchronous scheduler."""
+    """vLLM's asynchronous scheduler with segment requests."""
 
 
 class HypicScheduler:
-    """Picks the variant when the engine core makes its scheduler: only then it is known whether
-    asynchronous scheduling is on."""
+    """Makes the synchronous or the asynchronous scheduler, when the engine core creates its scheduler.
+    Only then vLLM has decided whether asynchronous scheduling is on."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = HypicAsyncScheduler if vllm_config.scheduler_config.async_scheduling else HypicSyncScheduler

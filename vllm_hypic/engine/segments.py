@@ -1,4 +1,4 @@
-"""Finds segments of requests without separators in the front end, and tells the scheduler where they are."""
+"""Finds segments of requests without separators in the front end, and tells the scheduler their places."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SegmentFinder:
         self._vllm_config = vllm_config
 
     def find(self, request: EngineCoreRequest, prompt: Any) -> None:
-        """Write the segments of a checked request, and what became of its pieces, into its extra arguments,
-        unless it names segments itself, has separators, or asks for what segments would take away.
+        """Write the segments of a checked request, and counts of its pieces, into its extra arguments.
 
-        ``prompt``: what the request was made of, an engine input of :class:`.renderer.HypicRenderer`.
+        Requests that name segments or have separators stay unchanged, as do requests for results that
+        segments would take away.  ``prompt``: the request's engine input of :class:`.renderer.HypicRenderer`.
         """
         params, ids = request.sampling_params, request.prompt_token_ids
         if not self._ours or params is None or ids is None:
@@ -58,7 +58,7 @@ class SegmentFinder:
             params.extra_args[SEGMENTS] = list(chain.from_iterable(found.spans))
 
     def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
-        """The segments of a prompt, by any mode but ``off``."""
+        """Return the segments of a prompt, found by any mode but ``off``."""
         return self._segments.found(ids, mode, prompt)
 
     @cached_property
@@ -78,7 +78,7 @@ class SegmentFinder:
 
 
 class Vocabulary:
-    """What is read of a tokenizer to find segments in its tokens; for one thread."""
+    """The data of a tokenizer that finding segments in its tokens needs; for one thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.special = special_ids(tokenizer)
@@ -94,7 +94,7 @@ class PromptSegments:
         self._segmenter = segmenter_of(options, vocabulary.texts, vocabulary.special)
 
     def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
-        """The segments of ``prompt``, an engine input, by any mode but ``off``."""
+        """Return the segments of ``prompt``, an engine input, found by any mode but ``off``."""
         if mode != "structure":
             return self._segmenter.find(ids, mode)
         chat = prompt.get(CHAT) if isinstance(prompt, Mapping) else None
@@ -102,7 +102,7 @@ class PromptSegments:
             return self._segmenter.find(ids, "text")
         text = b""
         starts: Any = None
-        if isinstance(rendered := prompt.get("prompt"), str):  # else it was tokenised as it was written
+        if isinstance(rendered := prompt.get("prompt"), str):  # chats tokenised while rendered have no text
             text = rendered.encode(errors="surrogatepass")
             starts = self._vocabulary.lengths.starts(ids, len(text))
         if starts is None:
@@ -112,7 +112,7 @@ class PromptSegments:
 
 
 def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Collection[int]) -> Segmenter:
-    """The segmenter of a tokenizer with these ``texts`` and ``special`` ids."""
+    """Return the segmenter for a tokenizer with these ``texts`` and ``special`` ids."""
     return Segmenter(
         texts.of,
         special,

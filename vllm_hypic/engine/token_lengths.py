@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that they were made of, by the length of each: nothing is decoded."""
+"""Finds where tokens begin in the text they were made from, by each token's length, without decoding."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import numpy as np
 from ..primitives.token_texts import REPLACEMENT, TokenTexts
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""Names of tokens that are one byte, in vocabularies that have characters otherwise."""
+"""Names of one-byte tokens in vocabularies whose other tokens are characters."""
 
 
 class TokenLengths:
-    """Lengths of one vocabulary's tokens, in bytes of UTF-8; for one thread.
+    """Looks up the lengths of one vocabulary's tokens, in bytes of UTF-8; for one thread.
 
-    ``special``: ids whose names stand in prompts.
+    ``special``: ids of special tokens, whose names stand in prompts.
     """
 
     def __init__(self, tokenizer: Any, texts: TokenTexts, special: Collection[int]) -> None:
         self._tokenizer, self._texts, self._special = tokenizer, texts, special
         self._lengths = np.empty(0, np.int64)
-        """Length in bytes of each token, by its id; -1: not looked up yet."""
+        """Length in bytes of each token, by id; -1 for a token not looked up yet."""
 
     def starts(self, ids: Sequence[int], nbytes: int) -> memoryview | None:
-        """Where each token begins, and the end, of a text of ``nbytes`` bytes.
+        """Return where each token begins in a text of ``nbytes`` bytes, and the text's end.
 
-        ``None``: its tokens together have another length.  Their tokenizer changes what it reads, or tokens
-        of the text were dropped, or others added.
+        Returns ``None`` if the tokens' lengths do not add up to ``nbytes``.  The tokenizer then changed the
+        text, or tokens were dropped or added.
         """
-        tokens = np.asarray(array("q", ids))  # half the time of np.asarray(ids)
+        tokens = np.asarray(array("q", ids))  # takes half the time of np.asarray(ids)
         if tokens.size and (missing := int(tokens.max()) + 1 - self._lengths.size) > 0:
             self._lengths = np.append(self._lengths, np.full(missing, -1))
         for token in np.unique(tokens[self._lengths[tokens] < 0]):

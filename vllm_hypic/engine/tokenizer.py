@@ -1,11 +1,11 @@
 """Tokenizer mode ``hypic``: the model's own tokenizer, with token primitives in its vocabulary.
 
-Text is cut at the primitives *before* it is tokenised and each piece is tokenised by itself, so a
-segment's ids are what ``encode(segment, add_special_tokens=False)`` gives, wherever it stands.
-Leaving the cutting to the tokenizer would not do: Llama-style ones treat the first piece of a text
-differently from later ones.  Text without primitives takes the stock path.
+The tokenizer cuts text at the primitives *before* tokenisation, and tokenises each piece by itself.  A
+segment therefore has the ids of ``encode(segment, add_special_tokens=False)`` at any place in a prompt.
+Stock tokenizers cannot do the cutting: Llama-style tokenizers treat the first piece of a text differently
+from later pieces.  Text without primitives takes the stock path.
 
-Where text is literal all of it is tokenised by a tokenizer without primitives, so no text has their ids.
+If text is literal, a tokenizer without primitives tokenises all text, so no text becomes a primitive's id.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from ..config.engine import TOKENIZER_MODE
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 TOKENS_ENV = "HYPIC_TOKENS"
-"""JSON with the primitives' text forms, read where a tokenizer is loaded.
+"""Environment variable with the primitives' text forms as JSON, read when a tokenizer is loaded.
 
-vLLM passes a tokenizer nothing of ours and loads one in several processes: the environment is what
-they share.  (A name that starts with ``VLLM_`` would be reported as unknown by vLLM.)
+vLLM passes no plugin data to a tokenizer, and loads tokenizers in several processes, which share only the
+environment.  (vLLM would report a name that starts with ``VLLM_`` as unknown.)
 """
 
 
 def register_mode() -> None:
     """Register mode ``hypic`` for tokenizer and renderer; calling it again changes nothing.
 
-    Chat templates and prompts are rendered by vLLM's own ``HfRenderer`` (:mod:`.renderer`): all of its
-    tokenisation goes through the tokenizer's ``__call__``, ``encode`` and ``apply_chat_template``.
+    vLLM's own ``HfRenderer`` (:mod:`.renderer`) renders chat templates and prompts.  The renderer tokenises
+    only by the tokenizer's ``__call__``, ``encode`` and ``apply_chat_template``.
     """
     from vllm.renderers.registry import RENDERER_REGISTRY
 
@@ -59,15 +59,15 @@ def register_mode() -> None:
 
 
 def refuses_model(model_config: ModelConfig) -> str | None:
-    """Why a model cannot be loaded in this mode; ``None`` when it can.
+    """Return why a model cannot be loaded in mode ``hypic``, or ``None`` if the mode fits.
 
-    Models for which vLLM chooses a tokenizer or renderer of its own (Mistral's format, Kimi K3,
-    DeepSeek V3.2, ...) are not forced into another one: ordinary requests would change.
+    For some models vLLM chooses a special tokenizer or renderer (Mistral's format, Kimi K3, DeepSeek V3.2,
+    ...).  Mode ``hypic`` refuses such models, because ordinary requests would change.
     """
     if model_config.skip_tokenizer_init:
         return NO_TOKENIZER
     mode = model_config.tokenizer_mode
-    if mode == "auto":  # what the architecture asks for is resolved already; the repository's format is not
+    if mode == "auto":  # vLLM has resolved the architecture's choice, but not the repository's format
         mode = tokenizer_args_from_config(model_config)[0]
     if mode in ("hf", TOKENIZER_MODE):
         return None
@@ -81,12 +81,12 @@ def publish_texts(texts: PrimitiveTexts) -> None:
     """Make ``texts`` the text forms for tokenizers loaded from now on, here and in child processes."""
     if os.environ.get(TOKENS_ENV) != texts.to_json():
         os.environ[TOKENS_ENV] = texts.to_json()
-        # vLLM's cache is keyed by the tokenizer's arguments alone: it would return the old texts.
+        # vLLM's cache is keyed by a tokenizer's arguments only, and would return tokenizers with old texts.
         cached_get_tokenizer.cache_clear()
 
 
 def published_texts() -> PrimitiveTexts:
-    """The text forms in the environment, or the defaults.  A damaged variable raises ``ValueError``."""
+    """Return the text forms in the environment, or the defaults; raise ``ValueError`` for damaged JSON."""
     value = os.environ.get(TOKENS_ENV)
     if not value:
         return PrimitiveTexts()
@@ -97,7 +97,7 @@ def published_texts() -> PrimitiveTexts:
 
 
 if TYPE_CHECKING:
-    # What the classes that with_primitives() makes inherit from, for the type checker's sake.
+    # A base class for type checkers only: classes that with_primitives() makes inherit from such a class.
     from transformers import TokenizersBackend as _Base
     from vllm.config import ModelConfig
 else:
@@ -105,7 +105,7 @@ else:
 
 
 class HypicTokenizer(_Base):
-    """What :func:`with_primitives` puts before a tokenizer's own class.  Never instantiated itself."""
+    """Mixin that :func:`with_primitives` puts before a tokenizer's own class; has no instances itself."""
 
     hypic_texts: PrimitiveTexts
     hypic_ids: PrimitiveIds
@@ -113,7 +113,7 @@ class HypicTokenizer(_Base):
     _hypic_vocab: dict[str, int]
     _hypic_plain: HfTokenizer
     _hypic_literal: HfTokenizer | None
-    """The model's own tokenizer, where text is literal."""
+    """The model's own tokenizer without primitives, if text is literal; otherwise ``None``."""
 
     @classmethod
     def from_pretrained(
@@ -128,7 +128,7 @@ class HypicTokenizer(_Base):
     ) -> HypicTokenizer:
         """Load a tokenizer exactly as vLLM's mode ``hf`` does, then add the primitives.
 
-        ``primitive_texts`` defaults to the published ones (see :data:`TOKENS_ENV`).
+        ``primitive_texts`` defaults to the published texts (see :data:`TOKENS_ENV`).
         """
         cached = get_tokenizer(
             path_or_repo_id,
@@ -140,7 +140,7 @@ class HypicTokenizer(_Base):
             **kwargs,
         )
         plain = _without_cache(cached)
-        plain.name_or_path = cached.name_or_path  # vLLM set it on the cached copy alone
+        plain.name_or_path = cached.name_or_path  # vLLM sets the name on the cached copy only
         return with_primitives(plain, published_texts() if primitive_texts is None else primitive_texts)
 
     def __reduce__(self) -> Any:
@@ -148,28 +148,28 @@ class HypicTokenizer(_Base):
 
     @property
     def prompt_texts(self) -> PrimitiveTexts:
-        """What stands for primitives in prompts that this process writes itself; the builders take it as
-        ``texts``.  Where text is literal nobody else knows it."""
+        """The primitives' text forms in prompts that this process writes; the builders' argument ``texts``.
+        If text is literal, the forms are secret to this process."""
         return own_seal().texts(self.hypic_ids) if self.hypic_texts.literal else self.hypic_texts
 
     @property
     def _own(self) -> Any:
-        """The tokenizer's own way from text to tokens."""
+        """The object that tokenises text without primitives: ``super()``, or literal text's tokenizer."""
         return super() if self._hypic_literal is None else self._hypic_literal
 
     def get_vocab(self) -> dict[str, int]:
-        """The vocabulary the model can produce: without the primitives that were added to it.
+        """Return the vocabulary that the model can produce, without the added primitives.
 
-        Structured output builds its masks from it.  ``len``, ``max_token_id``, ``get_added_vocab``
-        and the conversions between tokens and ids know the primitives.
+        Structured output builds its masks from this vocabulary.  ``len``, ``max_token_id``,
+        ``get_added_vocab`` and the conversions between tokens and ids know the primitives.
         """
         return self._hypic_vocab
 
     def __call__(self, text: Any = None, text_pair: Any = None, *args: Any, **kwargs: Any) -> BatchEncoding:
-        """Like the tokenizer's own; text with primitives is tokenised piece by piece.
+        """Tokenise as the stock method does, but text with primitives piece by piece.
 
-        Special tokens that ``add_special_tokens`` asks for stand once, around the whole.  Truncation
-        and padding apply to the whole.
+        Special tokens that ``add_special_tokens`` asks for stand once, around the whole text.  Truncation
+        and padding apply to the whole text.
         """
         if not self.has_primitives((text, text_pair, args, kwargs)) or kwargs.get(
             "split_special_tokens", self.split_special_tokens
@@ -189,7 +189,7 @@ class HypicTokenizer(_Base):
             verbose=options.get("verbose", True),
         )
         keep = None if truncation == TruncationStrategy.DO_NOT_TRUNCATE else max_length
-        options["verbose"] = False  # a piece's length says nothing about the whole
+        options["verbose"] = False  # warnings about length would judge a piece, not the whole text
 
         is_batch = not isinstance(text, str)
         rows = [
@@ -211,7 +211,7 @@ class HypicTokenizer(_Base):
         return BatchEncoding(data, tensor_type=return_tensors)
 
     def encode(self, text: Any, text_pair: Any = None, *args: Any, **kwargs: Any) -> list[int]:
-        """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        """Encode as the stock method does, but text with primitives through :meth:`__call__`."""
         if not self.has_primitives((text, text_pair)):
             return self._own.encode(text, text_pair, *args, **kwargs)
         bound = _ENCODE.bind(None, text, text_pair, *args, **kwargs).arguments
@@ -222,16 +222,16 @@ class HypicTokenizer(_Base):
     def tokenize(
         self, text: Any, pair: Any = None, add_special_tokens: bool = False, **kwargs: Any
     ) -> list[str]:
-        """Like the tokenizer's own; text with primitives goes through :meth:`__call__`."""
+        """Tokenise as the stock method does, but text with primitives through :meth:`__call__`."""
         if not self.has_primitives((text, pair)):
-            if isinstance(self, PythonBackend):  # takes neither of the two
+            if isinstance(self, PythonBackend):  # its method has neither pair nor add_special_tokens
                 return self._own.tokenize(text, **kwargs)
             return self._own.tokenize(text, pair, add_special_tokens=add_special_tokens, **kwargs)
         ids = self(text, pair, add_special_tokens=add_special_tokens, **kwargs)["input_ids"]
         return self.convert_ids_to_tokens(ids)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> Any:
-        """Like the tokenizer's own; between primitives each piece is decoded by itself."""
+        """Decode as the stock method does, but each piece between primitives by itself."""
         ids = token_ids if isinstance(token_ids, (int, list, tuple)) else to_py_obj(token_ids)
         if isinstance(ids, (list, tuple)) and ids and isinstance(ids[0], (list, tuple)):
             return [self.decode(row, skip_special_tokens, **kwargs) for row in ids]
@@ -248,19 +248,19 @@ class HypicTokenizer(_Base):
         return "".join(texts)
 
     def has_primitives(self, value: Any) -> bool:
-        """Whether something stands for primitives or tokens in the text, or texts, that ``value`` holds."""
+        """Return whether the texts in ``value`` contain forms of primitives or of written tokens."""
         if isinstance(value, str):
             literal = self.hypic_texts.literal
             return has_forms(value, literal=literal) or (not literal and self.hypic_texts.contains(value))
         if isinstance(value, dict):
             return any(self.has_primitives(v) for v in chain(value, value.values()))
-        # Lists of ids (a slow tokenizer takes them) are told by their first element: no scan.
+        # The first element identifies lists of ids, which slow tokenizers accept, without a scan.
         if isinstance(value, (list, tuple)) and not (value and isinstance(value[0], int)):
             return any(self.has_primitives(v) for v in value)
         return False
 
     def pieces_of(self, text: str) -> list[str | Marker | WrittenTokens]:
-        """``text``, cut at what stands for primitives and tokens; each text among them is tokenised alone."""
+        """Cut ``text`` at forms of primitives and written tokens; the texts between are tokenised alone."""
         literal = self.hypic_texts.literal
         return [
             piece
@@ -271,11 +271,11 @@ class HypicTokenizer(_Base):
     def _encode_pieces(
         self, text: str, add_special_tokens: bool, keep: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Tokenise one text piece by piece; ``keep`` is the length to truncate to, if any."""
+        """Tokenise one text piece by piece, truncated to ``keep`` tokens unless ``keep`` is ``None``."""
         parts = self.pieces_of(text)
         pieces = [part for part in parts if isinstance(part, str)]
-        # One call for all: a fast tokenizer takes the pieces of a batch in parallel, each as if alone.
-        # The probe shows which keys there are, also in a text of primitives only.
+        # One call for all pieces: a fast tokenizer encodes a batch in parallel, each piece as if alone.
+        # The probe gives the result's keys even if the text has primitives only.
         batch = self._own.__call__([_PROBE, *pieces], add_special_tokens=False, **options)
         keys = [key for key in batch if key != "length"]
         encoded = iter([{key: batch[key][i] for key in keys} for i in range(1, len(pieces) + 1)])
@@ -326,9 +326,10 @@ class HypicTokenizer(_Base):
     def _special_tokens_around(
         self, probe_ids: list[int], keys: list[str], options: dict[str, Any]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """What ``add_special_tokens`` puts before and after a text, read off one short text.
+        """Return the rows that ``add_special_tokens`` puts before and after a text.
 
-        It is read anew each time: ``add_bos_token`` and the like may be set on a loaded tokenizer.
+        Each call tokenises a short probe anew, because options such as ``add_bos_token`` may change later.
+        Raises ``ValueError`` if special tokens change the tokens of the probe.
         """
         whole = self._own.__call__([_PROBE], add_special_tokens=True, **options)
         ids, n = whole["input_ids"][0], len(probe_ids)
@@ -358,12 +359,12 @@ class HypicTokenizer(_Base):
 
 
 def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicTokenizer:
-    """Give ``tokenizer`` the primitives; returns a new object that shares its backend.
+    """Give ``tokenizer`` the primitives; return a new object that shares the tokenizer's backend.
 
-    A text that already is a token of the vocabulary keeps its id.  The others are added to
-    ``tokenizer``'s backend as special tokens: ids behind the vocabulary, which the model may or may
-    not have rows for, since they never reach it.  Raises ``ValueError`` for texts that would change
-    how the tokenizer reads ordinary text, and, where text is literal, for those that the vocabulary has.
+    A text that already is a token of the vocabulary keeps its id.  All other texts join the backend as
+    special tokens, with ids behind the vocabulary.  The model needs no rows for these ids, because primitives
+    never reach the model.  Raises ``ValueError`` for texts that would change how the tokenizer reads ordinary
+    text and, if text is literal, for texts in the vocabulary.
     """
     if not isinstance(tokenizer, (TokenizersBackend, PythonBackend)):
         raise ValueError(
@@ -414,7 +415,7 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
 def _rebuild(
     plain: HfTokenizer, texts: PrimitiveTexts, added: frozenset[str], literal: HfTokenizer | None
 ) -> HypicTokenizer:
-    """Wrap ``plain``, whose vocabulary has the primitives; also what unpickling and copies call."""
+    """Wrap ``plain``, whose vocabulary has the primitives; unpickling and copying also call this function."""
     cached = get_cached_tokenizer(plain)
     ids = PrimitiveIds(*(int(cached.convert_tokens_to_ids(text)) for _, text in texts.items()))
     vocab = {token: i for token, i in cached.get_vocab().items() if token not in added}
@@ -427,15 +428,16 @@ def _rebuild(
         "_hypic_literal": literal,
         "apply_chat_template": _with_public_refusals(type(cached).apply_chat_template),
     }
-    # As vLLM's own wrappers do: a class of its own per object, so that isinstance() keeps working.
+    # Each object gets its own class, as with vLLM's own wrappers, so that isinstance() keeps working.
     cached.__class__ = type(f"Hypic{type(plain).__name__}", (HypicTokenizer, type(cached)), members)
     return cached
 
 
 def _with_public_refusals(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_chat_template``; what a template says of a text that it refuses is logged and answered."""
+    """Wrap ``apply_chat_template`` so that errors of a template show public texts only.
+    vLLM logs these errors and sends them to clients."""
 
-    @wraps(method)  # vLLM asks what arguments it takes
+    @wraps(method)  # vLLM inspects the method's parameters
     def apply_chat_template(self: HypicTokenizer, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
@@ -448,7 +450,8 @@ def _with_public_refusals(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_cache(tokenizer: HfTokenizer) -> HfTokenizer:
-    """The tokenizer that vLLM's caching wrapper was made from (it caches the vocabulary)."""
+    """Return the tokenizer inside vLLM's wrapper, which caches the vocabulary.
+    Raises ``ValueError`` for wrappers that vLLM's mode ``hf`` did not make."""
     if isinstance(tokenizer, HypicTokenizer):
         return tokenizer._hypic_plain
     if not hasattr(type(tokenizer), "max_token_id"):
@@ -471,10 +474,10 @@ _ENCODE = inspect.signature(TokenizersBackend.encode)
 
 
 def _call_options(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Arguments of a call by name, without those that primitives exclude."""
+    """Return a call's arguments by name; raise ``ValueError`` for arguments that primitives exclude."""
     options = dict(_CALL.bind(None, *args, **kwargs).arguments)
     options.pop("self")
-    # Explicit arguments win over tokenizer_kwargs, those over the rest: what transformers does.
+    # As in transformers, explicit arguments win over tokenizer_kwargs, and tokenizer_kwargs over the rest.
     options = {**options.pop("kwargs", {}), **(options.pop("tokenizer_kwargs", None) or {}), **options}
     for name in (
         "text_pair",

@@ -1,4 +1,4 @@
-"""Which calls of workers leave the weights as they are."""
+"""Decides which calls of workers leave the weights unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HARMLESS = frozenset(
         *("execute_dummy_batch", "take_draft_token_ids", "update_max_model_len", "vocab_size"),
     )
 )
-"""Methods of vLLM's workers, and of ours."""
+"""Methods of vLLM's workers and of the plugin's workers that change no weights."""
 
 
 def may_change_weights(method: str | Callable[..., Any]) -> bool:
-    """Whether records may be of other weights after workers were called so: after all that is not known to
-    change none, functions and methods of a user's own among them."""
+    """Return whether a call of ``method`` on workers may change weights.
+    The answer is true for every call not known as harmless, a user's own functions and methods included."""
     return not isinstance(method, str) or not (method in _HARMLESS or method.startswith("get_"))

@@ -1,8 +1,8 @@
-"""What the workers and model runners of a hypic engine share on all platforms.
+"""Mixins for the workers and model runners of a hypic engine on all platforms.
 
-Mixins before vLLM's own classes; the workers are chosen through vLLM's own ``worker_cls``, so nothing of
-vLLM is patched for them.  The model runner does the two things that need its inside: it rewrites positions
-once, at the model's input, and tells the connector which batch row is which request.
+The mixins precede vLLM's own classes.  vLLM's option ``worker_cls`` chooses the workers, without a patch.
+The model runner's mixin does two things that need its inside.  The mixin rewrites positions once, at the
+model's input, and tells the connector which batch row is which request.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 def worker_side() -> WorkerSide:
-    """The worker half of this process's connector."""
+    """Return the worker half of this process's connector."""
     connector = own_connector(get_kv_transfer_group())
     assert connector is not None and connector.worker is not None
     return connector.worker
 
 
 def current_step() -> StepContext | None:
-    """What PIC does in the pass that is prepared or runs; ``None``: nothing, or the engine is starting."""
+    """Return the record work of the current pass; ``None`` without such work, or while the engine starts."""
     if not has_kv_transfer_group():
         return None
     runtime = worker_side().runtime
@@ -60,7 +60,7 @@ class HypicModelRunner(GPUModelRunner):
 
     _counted: SamplingMetadata | None = None
     input_batch: Any
-    """vLLM's; while drafts are looked up, :class:`.prompt_lookup.WholePrompts`."""
+    """vLLM's batch; while a proposer looks drafts up, :class:`.prompt_lookup.WholePrompts`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,7 +97,7 @@ class HypicModelRunner(GPUModelRunner):
         )
 
     def _log_operators(self) -> None:
-        """Say which operators run here."""
+        """Log which operators run on this platform."""
         raise NotImplementedError
 
     def _prepare_inputs(self, scheduler_output: SchedulerOutput, num_scheduled_tokens: np.ndarray) -> Any:
@@ -116,7 +116,7 @@ class HypicModelRunner(GPUModelRunner):
         batch = self.input_batch
         if not isinstance(batch.batch_update_builder, PromptTellingBuilder):
             batch.batch_update_builder = PromptTellingBuilder(batch.batch_update_builder, self._whole_prompts)
-        # With the prompts of new requests.
+        # The metadata contain the whole prompts of new requests, which the batch update below reads.
         worker_side().absorb(own_metadata(scheduler_output.kv_connector_metadata))
         return super()._update_states(scheduler_output)
 
@@ -125,8 +125,8 @@ class HypicModelRunner(GPUModelRunner):
         return {id(self.requests[r].prompt_token_ids): prompt for r, prompt in prompts if r in self.requests}
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM 0.32 gives a draft model the blocks of its cache's first group, whichever has its layers:
-        K and V would be written over what layers of that group, or states, have there."""
+        """Give a draft model the blocks and slots of the cache group that holds its layers.
+        vLLM 0.32 always passes the first group's: K and V would overwrite other layers' KV, or states."""
         metadata, drafting = super()._build_attention_metadata(*args, **kwargs)
         drafter = getattr(self, "drafter", None)
         if drafting is not None and isinstance(drafter, ComposingDraftModel) and drafter.kv_cache_gid > 0:
@@ -137,7 +137,7 @@ class HypicModelRunner(GPUModelRunner):
         return metadata, drafting
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
-        """Drafts of the next step, after what this one generated."""
+        """Return the drafts for the next step."""
         runtime, batch = worker_side().runtime, self.input_batch
         assert runtime is not None
         step = runtime.step
@@ -149,9 +149,9 @@ class HypicModelRunner(GPUModelRunner):
             self.input_batch, runtime.step = batch, step
 
     def _count_segments(self) -> None:
-        """Have repetition penalties see the prompt's tokens that are not in the stream."""
+        """Add the prompt tokens outside the stream to the tokens that repetition penalties count."""
         batch = self.input_batch
-        metadata = batch.sampling_metadata  # made anew when the batch changes
+        metadata = batch.sampling_metadata  # vLLM makes a new object when the batch changes
         if metadata.no_penalties or metadata is self._counted:
             return
         self._counted = metadata
@@ -159,7 +159,7 @@ class HypicModelRunner(GPUModelRunner):
         read = [np.unique(prompts.get(request_id, _NO_TOKENS)) for request_id in batch.req_ids]
         if (most := max(map(len, read))) == 0:
             return
-        more = np.full((len(read), most), batch.vocab_size)  # which stands for no token
+        more = np.full((len(read), most), batch.vocab_size)  # in vLLM, the id vocab_size means "no token"
         for row, tokens in zip(more, read, strict=True):
             row[: len(tokens)] = tokens
         seen = metadata.prompt_token_ids
@@ -167,8 +167,8 @@ class HypicModelRunner(GPUModelRunner):
         metadata.prompt_token_ids = torch.cat([seen, *upload([more], seen.device)], dim=1)
 
     def _rewrite_positions(self, step: StepContext) -> None:
-        """Put logical positions into the model's persistent input buffers, after stock code wrote its own:
-        the cache slots that those lead to are worked out already."""
+        """Write logical positions over stock ones in the model's persistent input buffers.
+        Stock code has already computed the cache slots from its own positions."""
         if step.decoding is not None:
             rows = step.decoding.rows_on_device
             logical = self.positions.index_select(0, rows) + step.decoding.shifts
@@ -178,14 +178,14 @@ class HypicModelRunner(GPUModelRunner):
             rows, logical = rewritten
         self.positions.index_copy_(0, rows, logical)
         if self.uses_mrope:
-            # An image's tokens have three different coordinates, all of them as far from where they belong.
+            # An image token has three different coordinates; all three need the same shift.
             whole: torch.Tensor = self.mrope_positions.gpu
             there = whole.index_select(1, rows)
             whole.index_copy_(1, rows, there + (logical - there[0]))
 
 
 class HypicWorker(WorkerBase):
-    """Mixin for vLLM's workers: our layers, and room left for the public pool."""
+    """Mixin for vLLM's workers: registers the plugin's layers, and leaves memory for the pool."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if extension.missing() is None:
@@ -194,7 +194,7 @@ class HypicWorker(WorkerBase):
 
     @staticmethod
     def _register_layers() -> None:
-        """Replace vLLM's layers by ours, before the model is built."""
+        """Replace vLLM's layers by the plugin's layers, before the model is built."""
         from ..backends.linear.base import register_families
         from ..backends.rope import register_rope_taps
         from ..patches import cpu_olmo_allocator, olmo_conv_loader
@@ -207,7 +207,7 @@ class HypicWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
-            return available  # an explicit KV size is the user's; the pool comes beside it
+            return available  # an explicit KV size is kept; the pool takes memory beside it
         available -= self._scratch_bytes()
         config = config_of(self.vllm_config)
         if config.pool_bytes is not None:
@@ -215,11 +215,12 @@ class HypicWorker(WorkerBase):
         return int(available * (1 - config.pool_fraction))
 
     def _scratch_bytes(self) -> int:
-        """Memory to leave for what our operators allocate while they run."""
+        """Return the bytes to leave free for allocations of the plugin's operators during a pass."""
         return 0
 
     def hypic_weights_changed(self) -> None:
-        """Weights may be others than before; called on every worker (``patches/engine_calls.py``)."""
+        """Tell the linear layers that weights may have changed.
+        ``patches/engine_calls.py`` calls this method on every worker."""
         from ..backends.linear.base import LinearLayer
 
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
@@ -227,6 +228,6 @@ class HypicWorker(WorkerBase):
                 layer.weights_changed()
 
     def hypic_calls(self) -> dict[str, int]:
-        """How often each of our operators ran; for ``collective_rpc``."""
+        """Return how often each of the plugin's operators ran; for ``collective_rpc``."""
         runtime = worker_side().runtime
         return {} if runtime is None else dict(runtime.calls)

@@ -1,6 +1,6 @@
-"""Model classes of ours for published models that vLLM has no class for.
+"""Model classes for published models without a class in vLLM.
 
-vLLM takes them by its registration of models from outside its tree; a name that vLLM knows stays vLLM's.
+vLLM gets these classes through its registration of out-of-tree models; a name that vLLM knows stays vLLM's.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ MODELS = {
     "GLAForCausalLM": "vllm_hypic.models.fla:GLAForCausalLM",
     "RetNetForCausalLM": "vllm_hypic.models.fla:RetNetForCausalLM",
 }
-"""By the architecture that a configuration names: module and class, imported where such a model is asked
-for."""
+"""Module and class by the architecture that a configuration names; vLLM imports a class when needed."""
 
 
 def register() -> None:
-    """Make them known to vLLM.  May run any number of times."""
+    """Register the model classes and their configurations in vLLM; repeated calls change nothing."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     from . import fla_config

@@ -1,10 +1,10 @@
-"""flash-linear-attention's models: one decoder, whose layers mix tokens by a linear layer of ours or by full
-attention, as the configuration says layer by layer.
+"""flash-linear-attention's models: one decoder, whose configuration gives each layer a token mixer, either
+one of the plugin's linear layers or full attention.
 
     x <- x + mixer(norm(x))        x <- x + mlp(norm(x))
 
-A model may have no full attention at all.  vLLM asks the class, not the configuration, whether there is any:
-it is told that there may be, and finds no cache of it.
+A model may have no full attention at all.  vLLM asks the class, not the configuration, whether a model has
+full attention.  The class always answers yes; without full attention vLLM finds no cache of such a layer.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ NAMES = WeightsMapper(
         ".mlp.gate_proj": (".mlp.gate_up_proj", 0),
         ".mlp.up_proj": (".mlp.gate_up_proj", 1),
     },
-    # By whether flash-linear-attention fused it with the gate.
+    # The norm's name depends on whether flash-linear-attention fused the norm with the gate.
     orig_to_new_substr={".g_norm_swish_gate.": ".o_norm.", ".g_norm.": ".o_norm."},
 )
-"""From the checkpoint's to ours."""
+"""Maps the checkpoint's names of weights to the names in this module."""
 
 
 class FlaAttention(nn.Module):
@@ -88,7 +88,7 @@ class FlaAttention(nn.Module):
         )
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden [tokens, hidden]``."""
+        """Attend over ``hidden [tokens, hidden]`` at ``positions [tokens]``; return the same shape."""
         q, k, v = self.qkv_proj(hidden)[0].split(self.sizes, dim=-1)
         q, k = self.rotary_emb(positions, q, k)
         mixed: torch.Tensor = self.o_proj(self.attn(q, k, v))[0]
@@ -96,7 +96,7 @@ class FlaAttention(nn.Module):
 
 
 class FlaMLP(nn.Module):
-    """Gated by SiLU."""
+    """MLP with a SiLU gate."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class FlaMLP(nn.Module):
 
 
 class FlaLayer(nn.Module):
-    """A mixer and an MLP, each behind its norm."""
+    """Decoder layer with a mixer and an MLP, each behind its own norm."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, mixer: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class FlaLayer(nn.Module):
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
 class FlaModel(nn.Module):
-    """``mixer``: makes the linear layers."""
+    """Decoder without output head; ``mixer`` makes the linear layers."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str, mixer: Callable[..., nn.Module]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class FlaModel(nn.Module):
         positions: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``input_ids``, ``positions [tokens]``."""
+        """Return the normed hidden states ``[tokens, hidden]`` of ``input_ids``, ``positions [tokens]``."""
         hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.layers:
             hidden = layer(positions, hidden)
@@ -163,7 +163,7 @@ class FlaModel(nn.Module):
 
 
 class FlaForCausalLM(nn.Module, HasInnerState, IsHybrid):
-    """A model whose linear layers are ``mixer``."""
+    """Causal language model whose linear layers have the class ``mixer``."""
 
     mixer: ClassVar[type[OwnLayer]]
     hf_to_vllm_mapper = NAMES
@@ -206,7 +206,7 @@ class FlaForCausalLM(nn.Module, HasInnerState, IsHybrid):
         return logits
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """``ValueError`` where the platform does not run the layers, in stock engines, too."""
+        """Load ``weights``; raise ``ValueError``, in stock engines too, if ``mixer`` refuses the platform."""
         for layer in self.modules():
             if isinstance(layer, self.mixer) and (reason := layer.refusal()) is not None:
                 raise ValueError(f"{type(self).__name__}: {reason}")
@@ -228,18 +228,18 @@ class FlaForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
 
 class DeltaNetForCausalLM(FlaForCausalLM):
-    """The delta rule (arXiv:2406.06484)."""
+    """DeltaNet, with the delta rule (arXiv:2406.06484)."""
 
     mixer = CPUDeltaNetMixer
 
 
 class RetNetForCausalLM(FlaForCausalLM):
-    """Retention (arXiv:2307.08621)."""
+    """RetNet, with retention (arXiv:2307.08621)."""
 
     mixer = RetentionMixer
 
 
 class GLAForCausalLM(FlaForCausalLM):
-    """Gated linear attention (arXiv:2312.06635)."""
+    """GLA, with gated linear attention (arXiv:2312.06635)."""
 
     mixer = GatedLinearMixer

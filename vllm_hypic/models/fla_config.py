@@ -1,7 +1,7 @@
 """Configurations of flash-linear-attention's models, read without that package or a checkpoint's code.
 
-Fields and what they are where a file says nothing are its own (version 0.6.0).  What the classes in
-:mod:`.fla` do not compute is refused by name and value.
+Fields and their defaults are those of flash-linear-attention 0.6.0.  Values that the classes in :mod:`.fla`
+do not compute raise ``ValueError``, with name and value.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 class FlaConfig(PreTrainedConfig):
-    """What the three have in common: a token mixer and an MLP a layer; ``attn`` names the layers whose mixer
-    is full attention, and its heads.
+    """Base class of the three configurations, for models with a token mixer and an MLP in each layer.
 
-    ``layer_types``, ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim`` say that to vLLM.
+    ``attn`` names the layers with full attention, and its heads.  The constructor passes both to vLLM in
+    ``layer_types``, ``num_attention_heads``, ``num_key_value_heads`` and ``head_dim``.
     """
 
     expected: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values of fields that are served, where others would change what is computed."""
+    """Supported values of fields whose other values would change the computation."""
 
     hidden_size: int = 2048
     num_hidden_layers: int = 24
@@ -44,7 +44,7 @@ class FlaConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 2
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Worked out below; a file that this class wrote says them, too.
+        # The code below derives these fields; files that this class wrote also contain them.
         for name in ("layer_types", "num_attention_heads", "num_key_value_heads", "head_dim"):
             kwargs.pop(name, None)
         super().__post_init__(**kwargs)
@@ -57,13 +57,13 @@ class FlaConfig(PreTrainedConfig):
         self.num_key_value_heads: int = spec.get("num_kv_heads") or self.num_attention_heads
         self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
-            # Two thirds of it, rounded up to 256: with three matrices as many weights as two would have.
+            # A gated MLP has three matrices: two thirds of the width give as many weights as two matrices.
             inner = int(self.hidden_size * (self.hidden_ratio or 4) * 2 / 3)
             self.intermediate_size = -(-inner // 256) * 256
 
     @property
     def attention(self) -> dict[str, Any] | None:
-        """What layers of full attention are like; ``None``: there are none."""
+        """The settings of full attention; ``None`` for models without full attention."""
         found = self.attn[0] if isinstance(self.attn, list) else self.attn
         return found or None
 
@@ -73,7 +73,7 @@ class FlaConfig(PreTrainedConfig):
 
     @property
     def key_dim(self) -> int:
-        """Width of a linear layer's keys, all heads together."""
+        """Width of a linear layer's keys, over all heads together."""
         return round(self.hidden_size * self.expand_k)
 
     @property
@@ -81,7 +81,7 @@ class FlaConfig(PreTrainedConfig):
         return round(self.hidden_size * self.expand_v)
 
     def _refusals(self) -> Iterator[str]:
-        """Each with what is expected instead."""
+        """Yield each unsupported value as a message that also names the expected value."""
         shared = {"hidden_act": ("swish", "silu"), "attnres_block_size": (None,)}
         for name, allowed in {**shared, **self.expected}.items():
             if (given := getattr(self, name, allowed[0])) not in allowed:
@@ -126,7 +126,7 @@ class DeltaNetConfig(FlaConfig):
 
 
 class DecayConfig(FlaConfig):
-    """What RetNet and GLA have in common."""
+    """Common base class of the configurations of RetNet and GLA."""
 
     expected: ClassVar[dict[str, tuple[Any, ...]]] = {
         **{"feature_map": (None,), "use_short_conv": (False,), "elementwise_affine": (True,)},
@@ -138,7 +138,7 @@ class DecayConfig(FlaConfig):
     use_output_gate: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # Not kept: vLLM would take it for full attention's.
+        # The field is dropped, because vLLM would take it for full attention's number of KV heads.
         if (given := kwargs.pop("num_kv_heads", None)) not in (None, self.num_heads):
             raise ValueError(f"{self.model_type}: num_kv_heads={given}: expected num_heads={self.num_heads}")
         super().__post_init__(**kwargs)
@@ -168,7 +168,7 @@ CONFIGS: tuple[type[FlaConfig], ...] = (DeltaNetConfig, RetNetConfig, GLAConfig)
 
 
 def register() -> None:
-    """Have transformers, which vLLM asks, read them.  May run any number of times."""
+    """Register the configurations in transformers, which vLLM asks; repeated calls change nothing."""
     for config in CONFIGS:
         if config.model_type not in CONFIG_MAPPING:
             AutoConfig.register(config.model_type, config)

@@ -1,11 +1,11 @@
-"""Ring-mini-linear-2.0 and Ring-flash-linear-2.0 (arXiv:2510.19338): vLLM's Ring 2.5 with grouped-query
-attention, in part rotated, in place of attention to latents.
+"""Ring-mini-linear-2.0 and Ring-flash-linear-2.0 (arXiv:2510.19338): vLLM's Ring 2.5 with partly rotated
+grouped-query attention in place of latent attention.
 
-Decays of lightning attention are those that vLLM has for Ring 2.5 and SGLang for both: in layer ``l`` of
-``L``, counted from 0, slopes are multiplied by ``1 - l / (L - 1) + 1e-5``.  The code that comes with
-checkpoints for transformers has ``l - 1`` there.
+Lightning attention decays as in vLLM's Ring 2.5, and as in SGLang's Ring-linear 2.0 and Ring 2.5.  In layer
+``l`` of ``L``, counted from 0, a factor ``1 - l / (L - 1) + 1e-5`` multiplies the slopes.  The checkpoints'
+code for transformers has ``l - 1`` in place of ``l``.
 
-Until vLLM registers the architecture.
+The module is needed until vLLM registers the architecture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class GroupedQueryAttention(BailingAttention):
-    """The attention of vLLM's Ling 2.0, made and called as Ring 2.5 does with its own.
+    """The attention of vLLM's Ling 2.0, with the constructor arguments of Ring 2.5's attention.
 
     ``forward(hidden [tokens, hidden], positions [tokens]) -> [tokens, hidden]``.
     """
@@ -44,7 +44,7 @@ class GroupedQueryAttention(BailingAttention):
 
 
 class RingLinearForCausalLM(BailingMoeV25ForCausalLM):
-    """`BailingMoeLinearV2ForCausalLM`."""
+    """The model of architecture ``BailingMoeLinearV2ForCausalLM``."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         config = vllm_config.model_config.hf_config
@@ -54,7 +54,8 @@ class RingLinearForCausalLM(BailingMoeV25ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Ring 2.5's loader would look for a projection by the name it has in attention to latents."""
+        """Load ``weights`` by Ring 2.5's loader, with the output projection already renamed.
+        The loader itself would rename the projection as latent attention's."""
         named = ((name.replace(".attention.dense.", ".self_attn.dense."), weight) for name, weight in weights)
         loaded: set[str] = super().load_weights(named)
         return loaded
@@ -62,7 +63,8 @@ class RingLinearForCausalLM(BailingMoeV25ForCausalLM):
 
 @contextmanager
 def _grouped_query_attention() -> Iterator[None]:
-    """Layers made meanwhile have it: Ring 2.5's name the class of their attention as a module global."""
+    """Give layers that are made inside grouped-query attention.
+    Ring 2.5's layers read their attention class from a module global."""
     stock = bailing_moe_linear.BailingMoeV25MLAAttention
     require_parameters(stock, "config", "quant_config", "layer_id", "prefix", "cache_config")
     require_parameters(BailingAttention.forward, "self", "hidden_states", "position_ids")
@@ -74,7 +76,7 @@ def _grouped_query_attention() -> Iterator[None]:
 
 
 def _refusals(config: PreTrainedConfig) -> Iterator[str]:
-    """What published models do not say, and what is said of it in different ways elsewhere."""
+    """Yield reasons against settings that no published model has, and against contradictory settings."""
     layers, group = config.num_hidden_layers, config.layer_group_size
     if group < 1 or layers % group:
         yield f"num_hidden_layers={layers}: expected a multiple of layer_group_size={group}"

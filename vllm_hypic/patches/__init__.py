@@ -1,1 +1,1 @@
-"""Patches of vLLM 0.32, one file each: what, why, until when.  Each checks what it wraps."""
+"""Patches of vLLM 0.32, one file each: what, why, until when.  Each patch checks the function it wraps."""

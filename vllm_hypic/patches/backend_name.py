@@ -2,8 +2,8 @@
 
 Target: ``vllm.v1.attention.backends.registry.AttentionBackendEnum``.
 Why: ``register_backend("HYPIC", ...)`` adds a member that does not survive pickling to the engine
-process; the built-in ``CUSTOM`` does.  So our class is registered for ``CUSTOM`` and ``HYPIC`` is an
-alias of it.
+process; the built-in ``CUSTOM`` does.  The patch therefore registers the plugin's class for ``CUSTOM``, and
+makes ``HYPIC`` an alias of ``CUSTOM``.
 Until: vLLM pickles dynamically registered backends by name.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if "HYPIC" not in AttentionBackendEnum.__members__:

@@ -1,9 +1,9 @@
-"""Patch: configurations of Ring-linear 2.0, Ring and Ling 2.5 and 2.6, and of Bailing V3 (Ling 3), are read.
+"""Patch: vLLM reads configurations of Ring-linear 2.0, Ring and Ling 2.5 and 2.6, and Bailing V3 (Ling 3).
 
-Target: transformers' table of configurations by model type, which vLLM reads, too.
-Why: neither has a class of type ``bailing_moe_linear`` or ``bailing_hybrid``.  Published models bring one as
-code, which a user would have to trust; of it vLLM needs the fields alone.  vLLM has a class for Bailing V3,
-as the text of a vision model.
+Target: transformers' table of configurations by model type, which vLLM also reads.
+Why: vLLM and transformers have no class of type ``bailing_moe_linear`` or ``bailing_hybrid``.  Published
+models bring such a class as code that a user would have to trust; vLLM needs only its fields.  vLLM has a
+class for Bailing V3, as the text part of a vision model.
 Until: vLLM or transformers has a class for each type.
 """
 
@@ -20,8 +20,7 @@ MODEL_TYPE, V3 = "bailing_hybrid", "BailingMoeV3ForCausalLM"
 
 
 class BailingHybridConfig(PreTrainedConfig):
-    """The fields of a configuration file; what it says of rotation in any place is found in
-    ``rope_parameters``."""
+    """The fields of a configuration file; ``rope_parameters`` collects rotation settings from any place."""
 
     model_type = MODEL_TYPE
 
@@ -30,7 +29,7 @@ class BailingHybridConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Bailing V3 is of the same type."""
+        """Make the configuration; Bailing V3 has the same model type, but gets vLLM's own class."""
         from vllm.transformers_utils.configs import BailingMoeV3TextConfig
 
         if V3 in (config_dict.get("architectures") or ()):
@@ -39,7 +38,7 @@ class BailingHybridConfig(PreTrainedConfig):
 
 
 class RingLinearConfig(BailingHybridConfig):
-    """The same, of Ring-linear 2.0."""
+    """The fields of a configuration file of Ring-linear 2.0."""
 
     model_type = "bailing_moe_linear"
 
@@ -47,7 +46,7 @@ class RingLinearConfig(BailingHybridConfig):
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     require_parameters(AutoConfig.register, "model_type", "config")
     for config in (BailingHybridConfig, RingLinearConfig):
         if config.model_type not in CONFIG_MAPPING:

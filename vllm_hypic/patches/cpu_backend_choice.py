@@ -1,11 +1,11 @@
 """Patch: the CPU platform honours ``--attention-backend hypic``.
 
 Target: ``vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls`` and ``check_and_update_config``.
-Why: the first ignores the named backend and returns CPU_ATTN, or one of its two backends for MLA.  Which of
-these is a matter of the CPU and the backend's name, not of the dtype, but AMX_MLA takes bf16 alone; in other
-dtypes a stock engine needs ``--attention-backend CPU_MLA``, by which the second chooses the block size.
-The second also switches the prefix cache off for such latent attention, after a hybrid's states were given
-blocks for it: vLLM then says that these were asked for, and ends.
+Why: the first function ignores the named backend and returns CPU_ATTN, or one of two backends for MLA.  The
+CPU and the backend's name decide between the two, but the dtype does not, though AMX_MLA takes only bf16.
+In other dtypes a stock engine needs ``--attention-backend CPU_MLA``, by which the second function chooses the
+block size.  The second function also switches the prefix cache off for such latent attention.  A hybrid's
+states have blocks for that cache by then, so vLLM refuses the combination and ends.
 Until: the CPU platform selects registered backends.
 """
 
@@ -20,7 +20,7 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Idempotent; does nothing on other platforms."""
+    """Apply the patch on the CPU platform only; repeated calls change nothing."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 
@@ -58,7 +58,7 @@ def apply() -> None:
             attention.backend = named
         cache = vllm_config.cache_config
         if latent and cache.mamba_cache_mode != "none" and not cache.enable_prefix_caching:
-            # As vLLM has it of hybrids that start without the cache.
+            # These are vLLM's own values for hybrids that start without the prefix cache.
             cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
 
     get_attn_backend_cls._hypic = True  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def apply() -> None:
 
 
 def refuse_sparse(asked: Any) -> None:
-    """Raises :class:`ConfigError` where ``asked``, vLLM's ``AttentionSelectorConfig``, says sparse."""
+    """Raise :class:`ConfigError` if ``asked`` (vLLM's ``AttentionSelectorConfig``) wants sparse attention."""
     if asked.use_sparse:
         raise ConfigError(
             "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "

@@ -1,8 +1,9 @@
-"""Patch: stock engines run Ring and Ling 2.5 and 2.6 on CPU, where ours do anyway.
+"""Patch: stock engines run Ring and Ling 2.5 and 2.6 on CPU, as hypic engines do without the patch.
 
 Target: ``BailingMoELinearAttention``, through vLLM's registry of out-of-tree layers.
-Why: vLLM has the layer's recurrence in Triton alone.  Our layer has another; without a pool it runs ordinary
-rows and does nothing else, so a stock engine with it is what ordinary requests are compared with.
+Why: vLLM implements the layer's recurrence only in Triton; the plugin's layer has a recurrence for CPU.
+Without a pool, the plugin's layer only runs ordinary rows.  A stock engine with this layer is the baseline
+for plain requests.
 Until: vLLM has the recurrence on CPU.
 """
 
@@ -13,9 +14,9 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Applies this patch and those without which no model with this layer is built, read or run.
+    """Apply this patch and the patches that building, reading and running such a model needs.
 
-    Idempotent.
+    Repeated calls change nothing.
     """
     from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingMoELinearAttention
 

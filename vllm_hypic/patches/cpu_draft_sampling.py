@@ -1,9 +1,9 @@
-"""Patch: drafts are accepted under temperature, ``top_k`` and ``top_p`` on CPUs.
+"""Patch: vLLM accepts drafts under temperature, ``top_k`` and ``top_p`` on CPUs.
 
 Target: ``vllm.v1.sample.rejection_sampler.apply_sampling_constraints`` and ``.expand_batch_to_tokens``.
-Why: what stands for vLLM's kernel on CPUs spreads requests' options over their drafts as integers, into a
-copy that nobody reads, so temperatures and the rest are what memory held; and where no request of a step has
-drafts, as in every prefill, the largest ``k`` of none is asked for.  With ``top_k`` either ends the engine.
+Why: vLLM's replacement of its kernel on CPUs spreads requests' options over their drafts as integers, into an
+unread copy.  Options such as the temperature are then uninitialised memory.  In a step without drafts, as
+every prefill is, vLLM computes the maximum of no ``k`` at all.  With ``top_k``, either fault ends the engine.
 Until: vLLM writes the options where they are read, and returns where there are no drafts.
 """
 
@@ -17,7 +17,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.v1.sample import rejection_sampler as sampler
 
     constrain, expand = sampler.apply_sampling_constraints, sampler.expand_batch_to_tokens

@@ -1,10 +1,10 @@
-"""Patch: a worker starts on CPU although numba was imported before.
+"""Patch: a worker starts on CPU even if numba was imported before.
 
 Target: ``vars`` as ``vllm.triton_utils.dispatcher`` calls it.
-Why: without Triton vLLM looks through the attributes of all modules for kernels to replace, and takes
-``vars`` of each to be a dictionary.  numba's library of LLVM functions has another ``__dict__``, at which
-the search fails; the module of Kimi-Linear's model imports numba, and is read before the worker starts.
-Until: vLLM asks for dictionaries alone.
+Why: without Triton, vLLM searches the attributes of all modules for kernels to replace, and takes ``vars`` of
+each attribute for a dictionary.  The search fails at numba's library of LLVM functions, whose ``__dict__`` is
+no dictionary.  The module of Kimi-Linear's model imports numba, and loads before the worker starts.
+Until: vLLM checks that ``vars`` gives a dictionary.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.triton_utils import dispatcher
 
     require_parameters(dispatcher._rebind_kernels, "overrides")

@@ -1,8 +1,9 @@
-"""Patch: Kimi-Linear is built on CPU.
+"""Patch: vLLM builds Kimi-Linear on CPU.
 
 Target: ``KimiLinearForCausalLM`` in ``vllm.model_executor.models.registry.ModelRegistry``.
-Why: vLLM has the model twice, for NVIDIA and for AMD, and takes NVIDIA's on every other platform.  That one
-has latent attention of its own, for Blackwell GPUs; AMD's has vLLM's, which runs on CPU.
+Why: vLLM has one model class for NVIDIA and one for AMD, and takes NVIDIA's class on every other platform.
+NVIDIA's class has special latent attention for Blackwell GPUs.  AMD's class has vLLM's general latent
+attention, which runs on CPU.
 Until: vLLM chooses a model class with vLLM's own latent attention on CPU.
 """
 
@@ -15,7 +16,7 @@ MODULE = "vllm.models.kimi_k3.amd.linear"
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     require_parameters(ModelRegistry.register_model, "model_arch", "model_cls")

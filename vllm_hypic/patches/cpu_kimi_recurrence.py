@@ -1,9 +1,10 @@
-"""Patch: stock engines run Kimi-Linear and Bailing V3 on CPU, where ours do anyway.
+"""Patch: stock engines run Kimi-Linear and Bailing V3 on CPU, as hypic engines do without the patch.
 
 Target: ``KimiGatedDeltaNetAttention._forward`` and ``BailingMoeV3KimiDeltaAttention.forward``, through vLLM's
 registry of out-of-tree layers.
-Why: vLLM has Kimi delta attention in Triton alone.  Our layers have another; without a pool they run ordinary
-rows and do nothing else, so a stock engine with them is what ordinary requests are compared with.
+Why: vLLM implements Kimi delta attention only in Triton; the plugin's layers have a recurrence for CPU.
+Without a pool, the plugin's layers only run ordinary rows.  A stock engine with these layers is the baseline
+for plain requests.
 Until: vLLM has the recurrence on CPU.
 """
 
@@ -14,9 +15,9 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Applies this patch and those without which no model with this layer is built and no worker starts.
+    """Apply this patch and the patches that building such a model and starting a worker needs.
 
-    Idempotent.
+    Repeated calls change nothing.
     """
     from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
     from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention

@@ -2,11 +2,11 @@
 
 Target: in ``vllm.model_executor.layers.mamba.mamba_mixer``, ``selective_scan_fn``, ``selective_state_update``
 and ``MambaMixer.forward_impl``.
-Why: the scan has a CUDA kernel only, and the CPU's update for decode is Mamba2's and wrong for Mamba1's
-shapes: both become the scan that composes records, over rows that have none.  The layer gives its projections
-rows that lie apart, which the CPU's products refuse: it lays them side by side where it serves LoRA, and now
-always.  And bfloat16 weights of a convolution of width 4 were packed for another operator on CPUs with
-AVX512-BF16.
+Why: the scan has only a CUDA kernel, and vLLM's decode update for CPU is Mamba2's, wrong for Mamba1's shapes.
+The patch replaces both by the scan that composes records, over rows without records.  The layer also gives
+its projections strided rows, which matrix products on CPU refuse.  The layer makes rows contiguous only for
+LoRA, and with the patch always.  On CPUs with AVX512-BF16, vLLM packs bfloat16 weights of a convolution of
+width 4 for another operator; the patch restores the unpacked weights.
 Until: vLLM has such operators for CPUs.
 """
 
@@ -24,7 +24,7 @@ from .signature import replaces, require_parameters
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.mamba import mamba_mixer
 
@@ -41,7 +41,7 @@ def apply() -> None:
         if unpacked is not None:
             self.conv1d.weight.data = unpacked.unsqueeze(1)
         if get_forward_context().attn_metadata is None:
-            # A profile run: stock code projects to nowhere and leaves what happens to stand in the output.
+            # In a profile run, stock code would leave uninitialised memory in the output.
             output.zero_()
             return
         self.is_lora_enabled = True
@@ -64,7 +64,7 @@ def _selective_scan(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Prefill: ``u, delta, z [channels, rows]``, ``B, C [N, rows]``; outputs ``[channels, rows]``."""
+    """Run a prefill: ``u, delta, z [channels, rows]``, ``B, C [N, rows]``; return ``[channels, rows]``."""
     out = torch.empty_like(u.t(), memory_format=torch.contiguous_format)
     inputs = mamba1.Inputs(u.t(), delta.t(), z.t(), B.t(), C.t())
     weights = mamba1.Weights.prepare(A, delta_bias, D)
@@ -88,7 +88,8 @@ def _selective_state_update(
     out: torch.Tensor,
     **_: Any,
 ) -> None:
-    """Decode: one row a request, ``x, dt, z, out [rows, channels]``, ``B, C [rows, N]``."""
+    """Run a decode with one row per request into ``out``.
+    Shapes: ``x, dt, z, out [rows, channels]``, ``B, C [rows, N]``."""
     inputs, weights = mamba1.Inputs(x, dt, z, B, C), mamba1.Weights.prepare(A, dt_bias, D)
     caches = mamba1.Caches(state_batch_indices.int().flatten(), state)
     _scan(inputs, weights, caches, [True] * len(x), range(len(x) + 1), out)
@@ -102,13 +103,13 @@ def _scan(
     ends: Sequence[int],
     out: torch.Tensor,
 ) -> None:
-    """Requests of rows ``[ends[i], ends[i + 1])`` through the scan."""
+    """Run the scan over requests of rows ``[ends[i], ends[i + 1])``, and write the results into ``out``."""
     run = mamba1.choose(x, caches).mamba1_compose
     run(x, weights, caches, out, _no_records(caches.state), *ordinary(ends, resumed))
 
 
 def _no_records(state: torch.Tensor) -> DiagonalRecords:
-    """The records of a pool without slots, for requests that read no record, beside vLLM's cache
-    ``state [slots, channels, N]``; the convolution is vLLM's."""
+    """Return the records of a pool without slots, for requests that read no record.
+    ``state [slots, channels, N]`` is vLLM's cache; vLLM also runs the convolution."""
     empty = state.new_empty(0, *state.shape[1:], dtype=torch.float32)
     return DiagonalRecords(empty, conv_tail=empty.mT[:, :0], elapsed=empty[..., 0].contiguous())

@@ -1,9 +1,9 @@
 """Patch: Mamba2 models run on CPU with prefix caching.
 
 Target: ``MambaMixer2.get_kv_cache_spec``.
-Why: it promises the scheduler that a pass leaves the states of block boundaries in its middle.  The CPU's
-scan leaves none: the first prefill that crosses a boundary ends the engine (its result is indexed by chunk
-and has a row a request).  Without the promise passes end at boundaries, as those of vLLM's other layers do.
+Why: the method promises the scheduler that a pass keeps states at block boundaries inside the pass.  The
+CPU's scan keeps none, so the first prefill across a boundary ends the engine: vLLM indexes the scan's result
+by chunk, but it has one row per request.  Without the promise, passes end at boundaries, as for other layers.
 Until: the CPU's scan returns the states of chunks.
 """
 
@@ -15,7 +15,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 

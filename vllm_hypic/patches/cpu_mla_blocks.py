@@ -2,9 +2,9 @@
 
 Target: ``vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend.supports_block_size``.
 Why: the backend's kernel reads blocks of 16 tokens, and a hybrid's blocks hold multiples of 128.  vLLM's
-model runner cuts blocks into the kernel's anyway; but start-up asks whether the backend takes 128, and it
-says no.
-Until: vLLM asks for multiples of what a backend's kernel takes.
+model runner cuts such blocks into blocks of 16.  But start-up asks whether the backend takes blocks of 128,
+and the backend says no.
+Until: vLLM accepts multiples of the block size that a backend's kernel takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     stock = CPUMLABackend.supports_block_size

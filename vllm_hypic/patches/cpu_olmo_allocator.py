@@ -1,9 +1,9 @@
-"""Patch: OLMo-Hybrid's layer can be built where there is no Triton.
+"""Patch: vLLM builds OLMo-Hybrid's layer without Triton.
 
 Target: ``set_triton_allocator`` as ``vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn`` calls it.
-Why: the layer gives Triton an allocator whatever the platform.  Where vLLM runs without Triton, as on CPU,
-its placeholder has no such function, and no model is built.
-Until: vLLM asks whether there is Triton before it does.
+Why: the layer sets Triton's allocator on every platform.  Without Triton, as on CPU, vLLM's placeholder for
+Triton has no such function, and building the model fails.
+Until: vLLM sets the allocator only with Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
     from vllm.triton_utils import HAS_TRITON
 

@@ -1,8 +1,9 @@
-"""Patch: stock engines run OLMo-Hybrid on CPU, where ours do anyway.
+"""Patch: stock engines run OLMo-Hybrid on CPU, as hypic engines do without the patch.
 
 Target: ``OlmoHybridGatedDeltaNetAttention._forward_core``, through vLLM's registry of out-of-tree layers.
-Why: vLLM has the layer's recurrence in Triton alone.  Our layer has another; without a pool it runs ordinary
-rows and does nothing else, so a stock engine with it is what ordinary requests are compared with.
+Why: vLLM implements the layer's recurrence only in Triton; the plugin's layer has a recurrence for CPU.
+Without a pool, the plugin's layer only runs ordinary rows.  A stock engine with this layer is the baseline
+for plain requests.
 Until: vLLM has the recurrence on CPU.
 """
 
@@ -13,7 +14,8 @@ from .signature import require_parameters
 
 
 def apply() -> None:
-    """Register our layer and apply the two patches that building and loading it needs; idempotent."""
+    """Register the plugin's layer, and apply the two patches that building and loading the layer needs.
+    Repeated calls change nothing."""
     from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 
     from ..backends.linear.gdn import register_olmo

@@ -1,10 +1,10 @@
-"""Patch: a step with one prefill token does not kill the engine.
+"""Patch: a step with one prefill token does not end the engine.
 
 Target: ``vllm.model_executor.layers.mamba.ops.cpu.gdn_attention._causal_conv1d_fwd_cpu``.
-Why: its kernel reads the strides of ``x [dim, n]`` and refuses all but ``(1, dim)``.  A row of a wider
-matrix counts as contiguous when it is the only one, so ``.contiguous()`` leaves it its wide stride, the
-check fails and the engine with it.  Streams of one token (a cached document and a query of one token)
-are ordinary here.
+Why: the kernel reads the strides of ``x [dim, n]`` and refuses all but ``(1, dim)``.  PyTorch counts a single
+row of a wider matrix as contiguous, so ``.contiguous()`` keeps the wide stride.  The kernel's check then
+fails, and the engine ends.  Composed requests often have streams of one token, such as a cached document
+with a query of one token.
 Until: the kernel ignores the stride of a dimension of size 1.
 """
 
@@ -18,7 +18,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
     @replaces(gdn_attention, gdn_attention._causal_conv1d_fwd_cpu, "x", "weight", "bias")

@@ -1,9 +1,9 @@
-"""Patch: rotary embeddings of Q and K that come by head are those of the prompt's positions.
+"""Patch: rotary embeddings are right for Q and K of shape ``[tokens, heads, size]``.
 
 Target: ``RotaryEmbedding.forward_cpu``, which eager engines run.
-Why: its kernel takes Q and K ``[tokens, heads * size]`` and reads ``[tokens, heads, size]`` by wrong strides:
-errors as large as K itself (LFM2 passes them so, as it normalises every head).  vLLM's PyTorch rotation takes
-both; compiled engines run that one anyway.  A stock engine does the same with
+Why: the kernel takes Q and K ``[tokens, heads * size]`` and reads ``[tokens, heads, size]`` by wrong strides.
+Errors are as large as K itself; LFM2 passes three dimensions, because LFM2 normalises every head.  vLLM's
+PyTorch rotation takes both shapes, and compiled engines run it anyway.  A stock engine uses it with
 ``compilation_config={"custom_ops": ["all", "-rotary_embedding"]}``.
 Until: the kernel takes three dimensions.
 """
@@ -18,7 +18,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     @replaces(RotaryEmbedding, RotaryEmbedding.forward_cpu, "self", "positions", "query", "key")

@@ -1,10 +1,10 @@
 """Patch: requests with a seed survive chunked prefill on CPU.
 
-Target: ``vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample`` and ``._bookkeeping_sync``, by the class
-that our CPU model runner inherits from; vLLM's own classes stay as they are.
-Why: a chunk that does not end the prompt draws a token that is thrown away, and vLLM winds the request's
-generator back by ``set_offset``, which CPU generators do not have: the engine dies.
-Until: vLLM winds CPU generators back by their state.
+Target: ``vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample`` and ``._bookkeeping_sync``, in a base class
+of the plugin's CPU model runner; vLLM's own classes stay unchanged.
+Why: a chunk that does not end the prompt samples a token that vLLM discards.  vLLM then rewinds the request's
+generator by ``set_offset``, which CPU generators do not have, so the engine ends.
+Until: vLLM rewinds CPU generators by their state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class SeededChunks(CPUModelRunner):
-    """Winds generators back by their state."""
+    """Mixin for model runners that rewinds generators by restoring their state."""
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
@@ -39,7 +39,7 @@ class SeededChunks(CPUModelRunner):
             batch.generators = generators
 
     def _unfinished_seeded_rows(self) -> list[int]:
-        """Rows with a generator whose token of this step is thrown away."""
+        """Return the batch rows with a generator whose token of this step is discarded."""
         if not self.input_batch.generators:
             return []
         thrown_away = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]

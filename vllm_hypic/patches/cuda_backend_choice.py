@@ -1,10 +1,10 @@
 """Patch: the CUDA platform honours ``--attention-backend hypic`` for latent attention (MLA).
 
 Target: ``vllm.platforms.cuda.CudaPlatformBase.get_attn_backend_cls``.
-Why: a name stands for one backend class, which must serve all of a model's layers; latents have classes of
-their own, and which of them is best is a matter of the GPU.  So it is asked what it would choose by itself,
-and ours is made of that one.
-Until: vLLM lets a backend choose the class by what a layer asks for.
+Why: a backend's name stands for one class for all layers of a model.  But latent attention has several
+classes, and the GPU decides which class is best.  The patch therefore asks vLLM for its own choice, and
+returns the plugin's class derived from that choice.
+Until: vLLM lets a backend choose the class by a layer's needs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .cpu_backend_choice import refuse_sparse
 from .signature import require_parameters
 
 SERVED = ("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA")
-"""Backends of vLLM's whose caches in the model's dtype hold a row ``[latent | key]`` a token."""
+"""vLLM's backends whose caches in the model's dtype hold one row ``[latent | key]`` per token."""
 
 
 def apply() -> None:
-    """Idempotent; does nothing on other platforms."""
+    """Apply the patch on the CUDA platform only; repeated calls change nothing."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
@@ -28,7 +28,7 @@ def apply() -> None:
 
 
 def apply_to(platform: Any) -> None:
-    """The same, of a platform class."""
+    """Apply the patch to the platform class ``platform``; repeated calls change nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum as Backend
 
     if getattr(platform.get_attn_backend_cls, "_hypic", False):

@@ -1,11 +1,11 @@
-"""Patch: vLLM's attention call on CUDA leaves its log-sum-exp where our attention asks for it.
+"""Patch: vLLM's attention call on CUDA keeps its log-sum-exp if the plugin's attention asks for it.
 
-Target: ``vllm.v1.attention.backends.flash_attn.FA4DenseAttentionKernel.__call__``, the one place where the
-stock forward pass calls FlashAttention, whatever its version.
-Why: FlashAttention 2 and 3 compute the log-sum-exp in any case and the stock forward drops it; our
-attention, which merges more columns into its result, would have to call FlashAttention once more.  Asking
-for it changes nothing of the call but what is returned; calls of other threads and layers are stock's.
-Until: vLLM's forward hands out the log-sum-exp.
+Target: ``vllm.v1.attention.backends.flash_attn.FA4DenseAttentionKernel.__call__``, the only place where the
+stock forward pass calls FlashAttention, in any version.
+Why: FlashAttention 2 and 3 always compute the log-sum-exp, but the stock forward pass drops it.  Span
+attention merges more columns into the result, and would have to call FlashAttention again.  The request for
+the log-sum-exp changes only the return value; calls of other threads and layers stay stock.
+Until: vLLM's forward pass returns the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .signature import PatchError, require_parameters
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.v1.attention.backends import flash_attn
 
     kernel: Any = flash_attn.FA4DenseAttentionKernel

@@ -1,9 +1,9 @@
 """Patch: ``--attention-backend hypic`` alone switches everything on.
 
 Target: ``vllm.engine.arg_utils.EngineArgs.create_engine_config``.
-Why: the backend needs a scheduler, a KV connector, a worker and a tokenizer mode; vLLM has options for
-each and no hook that lets one imply the others.
-Until: a platform-independent plugin hook for engine configuration exists.
+Why: the backend needs a scheduler, a KV connector, a worker and a tokenizer mode.  vLLM has an option for
+each, but no hook by which one option implies the other options.
+Until: vLLM has a platform-independent plugin hook for engine configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.engine.arg_utils import EngineArgs
 
     @replaces(EngineArgs, EngineArgs.create_engine_config, "self", "usage_context")

@@ -1,8 +1,8 @@
-"""Patch: our scheduler hears what workers were called to do, and has them look at their weights anew.
+"""Patch: the plugin's scheduler learns of calls to workers, and lets workers look at their weights anew.
 
 Target: ``collective_rpc``, ``add_lora`` and ``remove_lora`` of ``vllm.v1.engine.core.EngineCore``.
-Why: that is how weights are changed in a running engine (``reload_weights``, ``update_weights``, methods of a
-trainer), and those of an adapter; vLLM tells nobody.  Records of other weights must not be read after it.
+Why: these calls change the weights of a running engine (``reload_weights``, ``update_weights``, methods of a
+trainer) or of an adapter, without notice.  No request may read records of the former weights afterwards.
 Until: vLLM tells KV connectors that weights changed.
 """
 
@@ -15,15 +15,15 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent; schedulers that do not ask for it are left alone."""
+    """Apply the patch, which ignores schedulers without the hooks; repeated calls change nothing."""
     from vllm.v1.engine.core import EngineCore
 
     @replaces(EngineCore, EngineCore.collective_rpc, "self", "method")
     def collective_rpc(stock: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return stock(self, method, *args, **kwargs)
-        finally:  # a call that failed may have done half of it
-            # Before the engine has a scheduler there are no records.
+        finally:  # a failed call may have changed some weights
+            # An engine without a scheduler yet has no records.
             hear = getattr(getattr(self, "scheduler", None), "workers_called", None)
             if hear is not None and hear(method):
                 self.model_executor.collective_rpc("hypic_weights_changed")

@@ -1,9 +1,9 @@
-"""Patch: the scheduler knows the queue in which its engine's requests come in.
+"""Patch: the scheduler knows the queue in which its engine's requests arrive.
 
 Target: ``run_busy_loop`` of ``vllm.v1.engine.core.EngineCoreProc`` and ``DPEngineCoreProc``.
-Why: while nothing is left to do but to wait for records of other instances, vLLM steps the engine endlessly.
-Our scheduler pauses between such steps (``engine/idle_wait.py``); only this queue tells it that a request
-has come in.
+Why: while an engine only waits for records of other instances, vLLM steps the engine without end.  The
+plugin's scheduler pauses between such steps (``engine/idle_wait.py``).  Only this queue tells the scheduler
+that a request has arrived.
 Until: vLLM's engine sleeps while all of its requests wait for a KV connector.
 """
 
@@ -15,7 +15,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent; schedulers that do not ask for the queue are left alone."""
+    """Apply the patch, which ignores schedulers without ``take_inbox``; repeated calls change nothing."""
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
     for core, stock_loop in (

@@ -1,8 +1,8 @@
-"""Patch: a server that is told to end while its engine starts, ends.
+"""Patch: a server that gets SIGTERM or Ctrl-C while its engine starts, ends.
 
 Target: ``zmq_socket_ctx``, as ``vllm.v1.engine.utils`` calls it.
-Why: at that time SIGTERM and Ctrl-C raise ``KeyboardInterrupt`` in the front end, which waits for the engine.
-vLLM drops the exception with the socket, and the server starts as if nobody had told it to end.
+Why: the signals raise ``KeyboardInterrupt`` in the front end, which waits for the engine at that time.  vLLM
+drops the exception with the socket, and the server starts as if no signal had come.
 Until: ``zmq_socket_ctx`` lets ``KeyboardInterrupt`` through.
 """
 
@@ -16,7 +16,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent; holds for all engines that this process starts from now on."""
+    """Apply the patch for all engines that this process starts from now on; repeated calls change nothing."""
     from vllm.v1.engine import utils
 
     @replaces(utils, utils.zmq_socket_ctx, "path", "socket_type")

@@ -1,11 +1,11 @@
-"""Patch: an engine and its workers end with the process that started them, also while they start.
+"""Patch: an engine and its workers end with the process that started them, also during start-up.
 
 Target: ``run_engine_core`` and ``__init__`` of ``vllm.v1.engine.core.EngineCoreProc``, and ``worker_main`` of
 ``vllm.v1.executor.multiproc_executor.WorkerProc``: the functions that processes begin with.
-Why: a program that a signal ends, as SIGTERM ends a Python script, tells its engine nothing.  vLLM's engine
-then waits for requests for ever, and keeps its memory.  An engine that is told to end while it starts, starts
-nevertheless, until somebody kills it.
-Until: vLLM's processes watch the process that started them, and take SIGTERM while they start.
+Why: a program that ends by a signal, as a Python script does by SIGTERM, tells its engine nothing.  vLLM's
+engine then waits for requests for ever, and keeps its memory.  An engine that gets SIGTERM during start-up
+starts nevertheless, and runs until a user kills the engine.
+Until: vLLM's processes watch their parent process, and obey SIGTERM during start-up.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .signature import replaces, require_parameters
 
 _LOOKS_EVERY_S = 0.5
 _stock: dict[str, Callable[..., None]] = {}
-"""vLLM's functions by name.  A process that is not forked finds them when it begins."""
+"""vLLM's functions by name; a process that is not forked stores its functions when it begins."""
 
 
 def apply(grace_s: float) -> None:
-    """Engines and workers that this process starts from now on watch it.
+    """Let engines and workers that this process starts from now on watch this process.
 
-    ``grace_s``: seconds that the others have to end by themselves once this process is gone, before they are
-    killed.
+    ``grace_s``: seconds that engines and workers have to end by themselves once this process is gone, before
+    they are killed.
     """
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.executor.multiproc_executor import WorkerProc
@@ -54,7 +54,7 @@ def apply(grace_s: float) -> None:
 
 
 def begin(name: str, grace_s: float, /, *args: Any, **kwargs: Any) -> None:
-    """What a new process runs: vLLM's function ``name``, while a thread watches the parent process."""
+    """Run vLLM's function ``name`` in a new process, while a thread watches the parent process."""
     apply(grace_s)  # for the processes that this one starts
     signal.signal(signal.SIGTERM, _end_at_once)
     if (parent := multiprocessing.parent_process()) is not None:
@@ -63,10 +63,10 @@ def begin(name: str, grace_s: float, /, *args: Any, **kwargs: Any) -> None:
 
 
 def _watch(parent: int, grace_s: float) -> None:
-    """End this process when ``parent`` is its parent no more."""
+    """End this process once its parent is no longer the process with the id ``parent``."""
     while os.getppid() == parent:
         time.sleep(_LOOKS_EVERY_S)
-    # vLLM takes its handler away when the engine is about to end: by then the signal would kill.
+    # vLLM removes its handler when the engine is about to end; without a handler, the signal would kill.
     if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)
@@ -74,7 +74,7 @@ def _watch(parent: int, grace_s: float) -> None:
 
 
 def _end_at_once(*_: object) -> None:
-    """Kill this process and those that it started."""
+    """Kill this process and all processes that it started."""
     from vllm.utils.system_utils import kill_process_tree
 
     try:

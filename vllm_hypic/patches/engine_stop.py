@@ -1,8 +1,8 @@
-"""Patch: an engine that is told to end has time to write what its store still holds.
+"""Patch: an engine that is told to end has time to write the records that its store still holds.
 
 Target: ``get_engine_process_shutdown_timeout`` of ``vllm.v1.engine.utils``.
-Why: with ``--shutdown-timeout 0``, vLLM's default, the front end kills its engines right after it has told
-them to end.  On ROCm they have 15 s for the same reason.
+Why: with ``--shutdown-timeout 0``, vLLM's default, the front end tells its engines to end and kills them at
+once.  On ROCm, vLLM gives engines 15 s for the same reason.
 Until: vLLM lets engines tear down in a bounded time on every platform.
 """
 
@@ -13,21 +13,21 @@ from typing import Any
 from .signature import replaces
 
 STOCK_S = 5.0
-"""What vLLM gives engines where it names no time."""
+"""Seconds that vLLM gives engines to end if the function returns no time."""
 _grace_s = 0.0
 
 
 def allow(seconds: float) -> None:
-    """From now on engines of this process have so long to end, at most; an engine that is done ends sooner.
+    """Give engines of this process at least ``seconds`` to end; an engine without work left ends sooner.
 
-    A time that the user gave (``--shutdown-timeout``) holds instead: it bounds requests and store together.
+    A time that the user gave (``--shutdown-timeout``) holds instead, and bounds requests and store together.
     """
     global _grace_s
     _grace_s = max(_grace_s, seconds)
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.v1.engine import utils
 
     @replaces(utils, utils.get_engine_process_shutdown_timeout, "request_timeout", "process_timeout")

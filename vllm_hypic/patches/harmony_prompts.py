@@ -1,11 +1,11 @@
-"""Patch: chats of gpt-oss are cut at token primitives, as other chats are.
+"""Patch: vLLM cuts chats of gpt-oss at token primitives, as other chats.
 
 Target: ``vllm.renderers.online_renderer.OnlineRenderer``: ``_make_request_with_harmony``,
 ``_render_responses_with_harmony``, ``render_responses_harmony_messages`` and ``preprocess_chat``.
-Why: for these models vLLM passes by the renderer and its tokenizer, so separators would be read as text, and
-parts as nothing.  What a chat was made of travels with the prompt, as in ``engine/renderer.py``.
-``/tokenize`` renders by a template, which writes other prompts: chats with primitives get their own.
-Until: vLLM lets a renderer write and tokenise these prompts.
+Why: for gpt-oss, vLLM bypasses the renderer and its tokenizer, so vLLM would read separators as text and drop
+parts.  The chat's messages travel with the prompt, as in ``engine/renderer.py``.  ``/tokenize`` renders by a
+template, which writes different prompts; with the patch, chats with primitives get the served prompt.
+Until: vLLM lets a renderer write and tokenise prompts of gpt-oss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent; engines without the plugin's tokenizer are left alone."""
+    """Apply the patch, which ignores engines without HypicTokenizer; repeated calls change nothing."""
     from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
     from vllm.renderers.online_renderer import OnlineRenderer as Renderer
 
@@ -33,7 +33,7 @@ def apply() -> None:
             return stock(self, request, should_include_tools)
         refuse_parts(request.messages)
         messages, [prompt] = stock(self, request, should_include_tools)
-        if messages:  # else the prompt came as tokens
+        if messages:  # a prompt that came as tokens has no messages
             with written(request) as asked:
                 said, ids = messages, prompt["prompt_token_ids"]
                 if asked is not request:
@@ -61,7 +61,7 @@ def apply() -> None:
         prompt = stock(self, messages, cache_salt=cache_salt)
         prompt["prompt_token_ids"] = cut(messages, prompt["prompt_token_ids"], self.renderer.tokenizer)
         prompt[CHAT] = chat_in(messages)
-        if tok_params is not None:  # its limits are those of the whole prompt
+        if tok_params is not None:  # the limits apply to the cut prompt
             tok_params.apply_post_tokenization(self.renderer.tokenizer, prompt)
         return prompt
 

@@ -1,9 +1,9 @@
-"""Patch: prompt logprobs have nulls where nothing was computed.
+"""Patch: prompt logprobs are null for tokens without computed logprobs.
 
 Target: ``vllm.v1.engine.logprobs.LogprobsProcessor._update_prompt_logprobs``.
-Why: vLLM knows one such token, the first, and takes a row of the engine's for each of the others.  Rows of
-tokens behind one that was read from a record have the rank :data:`NO_RANK` (``engine/prompt_logprobs.py``),
-which stock engines never give.
+Why: vLLM knows only one token without logprobs, the first, and takes a row from the engine for every other
+token.  A token behind a token read from a record has a row of rank :data:`NO_RANK`
+(``engine/prompt_logprobs.py``), which stock engines never give.
 Until: vLLM returns prompt logprobs of requests that read a part of their prompt from a cache.
 """
 
@@ -18,14 +18,14 @@ NO_RANK = -1
 
 
 def apply() -> None:
-    """Idempotent; answers without such rows are left alone."""
+    """Apply the patch, which changes only answers with such rows; repeated calls change nothing."""
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.engine.logprobs import LogprobsProcessor as Processor
 
     @replaces(Processor, Processor._update_prompt_logprobs, "self", "prompt_logprobs_tensors")
     def update(stock: Any, self: Processor, prompt_logprobs_tensors: Any) -> None:
         begin = len(self.prompt_logprobs or ())
-        # All rows: tokens that end in the middle of a character are spelt by those before them.
+        # The stock code needs all rows: earlier tokens help to spell a token that ends inside a character.
         stock(self, prompt_logprobs_tensors)
         ranks = prompt_logprobs_tensors.selected_token_ranks
         nulls = {begin + row for row in (ranks == NO_RANK).nonzero().flatten().tolist()}

@@ -1,8 +1,8 @@
-"""Patch: OLMo-Hybrid's convolutions load.
+"""Patch: vLLM loads OLMo-Hybrid's convolutions.
 
 Target: ``vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn._make_fused_conv1d_weight_loader``.
-Why: a checkpoint has three convolutions and the layer one.  vLLM's loader says which part a tensor is by its
-attribute ``shard_id``; the loader that is made here waits for an argument instead and fails without.
+Why: a checkpoint has three convolutions, and the layer has one.  vLLM names a tensor's part by the tensor's
+attribute ``shard_id``.  The loader of this function expects an argument instead, and fails without it.
 Until: vLLM's pull request 55858.
 """
 
@@ -17,7 +17,7 @@ from .signature import replaces, require_parameters
 
 
 def apply() -> None:
-    """Idempotent."""
+    """Apply the patch; repeated calls change nothing."""
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 
     @replaces(olmo, olmo._make_fused_conv1d_weight_loader, "dims", "tp_size", "tp_rank")

@@ -1,5 +1,5 @@
-"""Patch: prompts with segments are checked in the front end, where a bad one becomes HTTP 400; where there
-are no separators, their segments are found.
+"""Patch: the front end checks prompts with segments, and answers HTTP 400 for a bad prompt.  In prompts
+without separators, the front end finds the segments.
 
 Target: ``vllm.v1.engine.input_processor.InputProcessor.process_inputs``.
 Why: the engine core has no way to refuse one request with a message.
@@ -14,7 +14,7 @@ from .signature import replaces
 
 
 def apply() -> None:
-    """Idempotent; engines without the plugin's connector are left alone."""
+    """Apply the patch, which ignores engines without HypicConnector; repeated calls change nothing."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     @replaces(InputProcessor, InputProcessor.process_inputs, "self", "request_id", "prompt", "params")

@@ -1,4 +1,4 @@
-"""Fails loudly when vLLM's code is not what a patch was written for."""
+"""Replaces vLLM's functions, and raises an error if a function differs from the patch's expectation."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def require_parameters(function: Callable[..., Any], *expected: str) -> None:
 
 
 def replaces(owner: Any, stock: Callable[..., Any], *expected: str) -> Callable[[Callable[..., Any]], None]:
-    """Decorator: calls of ``owner``'s function ``stock``, which must have these parameters, become calls of
-    what is decorated, with ``stock`` before the arguments.  Not a second time."""
+    """Return a decorator that replaces ``owner``'s function ``stock`` by the decorated function.
+    Calls pass ``stock`` before the arguments.  ``stock`` must have the parameters ``expected``; otherwise the
+    decorator raises :class:`PatchError`.  The decorator leaves a function that is already replaced alone."""
 
     def put(ours: Callable[..., Any]) -> None:
         if getattr(stock, "_hypic", False):
