@@ -27,8 +27,7 @@ def kernels() -> ModuleType:
 
 @cache
 def missing() -> str | None:
-    """Load the C++ kernels once; return the reason why this process cannot use them, or ``None`` if it
-    can.
+    """Load the C++ kernels once; return the reason why the process cannot use them, else ``None``.
 
     Raises :class:`ConfigError` if ``HYPIC_ISA`` names an instruction set that is unknown or that this machine
     lacks, and if ``HYPIC_ISA`` is set and the kernels are not built.

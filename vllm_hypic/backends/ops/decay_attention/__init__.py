@@ -14,11 +14,11 @@ The layer may rotate q and k by their positions before it calls the operators. R
 linear map R(p) of the K axis with R(p) R(d) = R(p + d), and commutes with a decay that all channels share. A
 run at positions d further on therefore has the state R(d) S_zero, and a record of such a layer fits any
 position: see `Relocation`. Where each channel decays by its own gate, rotation does not commute with the
-decay, and layers do not rotate.
+decay, and `relocation` must be `None`.
 
 The package has two operators, each with one signature in `reference` (float64), `torch` and `native` (C++);
 `arguments` and `ops.program` define the arguments. Both operators read and write vLLM's cache as a stock
-operator does, so a request may change between them, and to stock, in any number of passes.
+operator does, so a request may alternate between these and stock operators, in any number of passes.
 
 `decay_attention_segments(x, caches, out, records, rows, carries)`
     Runs rows of segment requests: writes outputs, the running state and, for the interior, log T and the

@@ -67,8 +67,8 @@ class Carry:
 
 @dataclass(frozen=True)
 class Relocation:
-    """The shifts of records: operation `i` of a program moves its record by `shifts[i]` positions, perhaps
-    backwards.
+    """The moves of records: operation `i` of a program moves its record by `shifts[i]` positions, backwards
+    if the shift is negative.
 
     `shifts` [ops] int64; `table` [positions, R] fp32 or fp64: cosines, then sines, of the angles by which a
     position turns the R / 2 pairs of the first R channels of K.  Pairs are (i, i + R / 2), or (2 i, 2 i + 1)

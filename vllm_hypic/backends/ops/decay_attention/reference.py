@@ -30,8 +30,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Te
 
 
 class Walk:
-    """The walk of one request through a layer: the request's state and, for the interior, the state from zero
-    and log T.
+    """The walk of one request through a layer: its state; for the interior, the state from zero and log T.
 
     Computes in `dtype` by `scan`.
     """

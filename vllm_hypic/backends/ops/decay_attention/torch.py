@@ -5,12 +5,12 @@ A chunk of n tokens that starts from state S [K, V], with G_t = g_1 + ... + g_t:
     y_t  = S^T (e^{G_t} q_t) + sum_{s <= t} (sum_c q_tc k_sc e^{G_tc - G_sc}) v_s
     S'   = e^{G_n} S + U        with U = sum_s (e^{G_n - G_s} k_s) v_s^T
 
-The sums do not depend on S, so the code computes them for many chunks at once.  The same holds for the outputs'
-terms in S; between the two steps, a walk over the chunks computes each chunk's start state.
+The sums do not depend on S, so the code computes them for many chunks at once.  A walk over the chunks then
+computes each chunk's start state, and one step adds the start states' terms to all outputs.
 
-Decays enter as differences G_t - G_s <= 0 only, taken in float64, so no decay overflows and strong decays cost
-no accuracy.  Where each channel has its own decay, every channel and pair of tokens has its own difference, so
-chunks are short.
+Decays enter as differences G_t - G_s <= 0 only, taken in float64, so no decay overflows and strong decays
+cost no accuracy.  Where each channel has its own decay, a difference belongs to a channel and a pair of
+tokens, so chunks are short.
 """
 
 from __future__ import annotations
