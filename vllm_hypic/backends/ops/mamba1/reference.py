@@ -31,8 +31,7 @@ def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -
 
 
 class Walk:
-    """One request's walk through a layer: its state and, for the interior, a state from zero and
-    `elapsed`.
+    """One request's walk through a layer: the state and, for the interior, state from zero and `elapsed`.
 
     Computes in `dtype` by `scan`.
     """

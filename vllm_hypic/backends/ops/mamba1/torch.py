@@ -1,5 +1,5 @@
-"""The layer operators in PyTorch: the reference's walk in float32, with the decays of many tokens computed at
-once."""
+"""The layer operators in PyTorch: the reference's walk in float32, with a batch of tokens' decays at a
+time."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ Per head the state S [P, N] follows, token by token,
     y_t =  S C_t + D x_t
 
 with one A < 0 and one D per head; all heads of a group share B_t and C_t [N]. A run of tokens is therefore
-the affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ... + d_n)} per head. T underflows
-in long runs, so records keep log T. x, B and C are SiLU of a causal convolution over token rows.
+the affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ... + d_n)} per head. T
+underflows in long runs, so records keep log T. x, B and C are SiLU of a causal convolution over token rows.
 
 The package has two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
 `triton.operators` (CUDA). `arguments` and `ops.program` define the arguments; `linear_layer.triton.plan` says

@@ -16,8 +16,7 @@ from .arguments import Caches, Carry, Inputs, Records, Weights
 def activated(total: Tensor, dtype: torch.dtype) -> Tensor:
     """Return SiLU of the convolution's sums, rounded to the input's `dtype` as vLLM 0.32 rounds it.
 
-    vLLM's CPU operator for prefill also rounds the sums; its CPU operator for decode and its CUDA operators
-    do not.
+    On CPUs vLLM's prefill operator also rounds the sums; its decode operator and its CUDA operators do not.
     """
     return F.silu(total.to(dtype).to(total.dtype) if total.device.type == "cpu" else total).to(dtype)
 
@@ -95,8 +94,7 @@ class _Walk:
         carry.log_transition[:], carry.state[:] = self.log_transition, self.alone
 
     def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
-        """Apply the record as `mode` says (transition: S <- T S + record), and its last inputs to the
-        convolution."""
+        """Apply the record as `mode` says (transition: S <- T S + record), and replace the last inputs."""
         after = records.state[slot].double()
         if mode == Mode.ADD:
             after = after + self.state
