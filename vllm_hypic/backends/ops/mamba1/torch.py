@@ -1,5 +1,4 @@
-"""The layer operators in PyTorch: the reference's walk in float32, with a batch of tokens' decays at a
-time."""
+"""The layer operators in PyTorch: the reference's walk in float32, with decays computed for many tokens."""
 
 from __future__ import annotations
 

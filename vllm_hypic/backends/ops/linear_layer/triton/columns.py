@@ -18,8 +18,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape in which a program holds its columns: their number, rows per `slice`, and the program's
-    warps."""
+    """The shape of a program's columns: number of columns, rows per `slice`, and warps of the program."""
 
     columns: int
     slice: int
@@ -29,9 +28,9 @@ class Shape:
     def of(chunk: int, rows: int, columns: int) -> Shape:
         """Return the shape of launches for chunks of `chunk` token rows and states [rows, columns].
 
-        Slices as tall as chunks give all products one height. Triton assigns warps 16 rows each where a product
-        is an operand of another product, and columns where there are at most 16 rows. With this shape no two
-        warps do the same work, and one request has enough programs to fill a GPU.
+        Slices as tall as chunks give all products one height. Triton assigns 16 rows to each warp where a
+        product is an operand of another product, and columns where there are at most 16 rows. So no two warps
+        do the same work, and one request has enough programs to fill a GPU.
         """
         most, warps = (32, 4) if chunk == 16 else (16, 2)
         return Shape(gcd(most, rows, columns), min(chunk, rows), warps)

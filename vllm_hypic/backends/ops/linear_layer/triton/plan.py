@@ -45,8 +45,7 @@ class Source(IntEnum):
 
 
 class ChunkRow(NamedTuple):
-    """Token rows [first, first + tokens) of a run that begins at row `run`, and the source of the run's
-    context."""
+    """Token rows [first, first + tokens) of a run that begins at row `run`, and the source of its context."""
 
     first: int
     tokens: int
@@ -56,8 +55,7 @@ class ChunkRow(NamedTuple):
 
 
 class SegmentScan(NamedTuple):
-    """Chunks [first, stop) of a segment request, interior chunks [begin, end), and number of its summary or
-    -1."""
+    """A segment request's chunks [first, stop), its interior's chunks [begin, end), its summary or -1."""
 
     batch_row: int
     resumed: int
@@ -145,13 +143,13 @@ class Reach:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A step's plan of segment requests. Tables are int32 on the device, one row per entry, with the fields of
-    the named type.
+    """A step's plan of segment requests. Tables are int32 on the device, one row per entry, with the
+    fields of the named type.
 
     chunk                     rows of a chunk: 16 or 32
     chunks                    `ChunkRow`
     scans                     `SegmentScan`, one per request
-    summaries                 `SummaryRow`, one per interior with rows in this pass
+    summaries                 `SummaryRow`, one per interior with rows here; none if leading and unfinished
     contexts                  `ContextRow`, one per request
     taken, left               (summary, carry) of interiors that come from an earlier pass (`taken`), and of
                               interiors that continue in a later pass (`left`)
@@ -181,8 +179,7 @@ class ComposePlan:
 
 
 def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
-    """Plan `rows`, a program of `SegmentRow` in CPU memory. Raises `ValueError` if the program contradicts
-    itself."""
+    """Plan `rows`, a program of `SegmentRow` in CPU memory. Raises `ValueError` for contradictory rows."""
     program = unpack(_on_host(rows), SegmentRow)
     # Interiors are long: long chunks waste few rows.
     cut = _Chunks(CHUNKS[-1])
@@ -316,8 +313,7 @@ class _Chunks:
 
 
 def _chunk_length(lengths: Sequence[int]) -> int:
-    """Return the cheapest chunk length for pieces of these lengths: long chunks waste rows, short chunks are
-    many."""
+    """Return the cheapest chunk length for such pieces: long chunks waste rows, short chunks are many."""
 
     def cost(chunk: int) -> int:
         return sum(-(-n // chunk) for n in lengths) * (chunk + _CHUNK_OVERHEAD)
