@@ -105,8 +105,8 @@ class Caches:
 
 class Records(Protocol):
     """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels].
-    `transitions` [blocks, K, K] fp16 holds T; `block_of` [slots, Hv] int32 names each head's block, -1 for
-    zero T."""
+    `transitions` [blocks, K, K] fp16 holds T; `block_of` [slots, Hv] int32 names the block of each head, and
+    -1 stands for T = 0."""
 
     @property
     def state(self) -> Tensor: ...

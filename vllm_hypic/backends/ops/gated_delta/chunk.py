@@ -9,8 +9,8 @@ One chunk of C tokens that starts from state S [K, V], with G_t = g_1 + ... + g_
     S'   = e^{G_C} S + Kd^T D                    with Kd_s = e^{G_C - G_s} k_s
     o_t  = e^{G_t} q_t S + sum_{s <= t} e^{G_t - G_s} (q_t . k_s) D_s
 
-T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so the code computes
-these terms for many chunks at once. A scan over chunks then takes two batched matmuls per step.
+T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so the code
+computes these terms for many chunks at once. A scan over chunks then takes two batched matmuls per step.
 
 Where every channel has a gate, G_t is a vector [K]: e^G k, e^G q and Kd are elementwise, and decays stand
 inside the products, L_ts = beta_t sum_c k_tc k_sc e^{G_tc - G_sc}; products with q are alike. Keys then decay
@@ -237,8 +237,7 @@ class _Inputs:
         return _Terms(U, W, Kd, end, WQ, A)
 
     def _channel_terms(self, block: _Block) -> _Terms:
-        """Return the terms for gates per channel; the loop runs over a chunk's tokens, for all chunks at
-        once."""
+        """Return the terms for gates per channel; a loop runs over the tokens of all chunks in parallel."""
         C, K, V = block.chunk, self.K, self.V
         decay = _exp_(block.gather(self.g, self.dtype))
         flat = decay.shape[0] * self.heads
@@ -290,14 +289,13 @@ class _Block:
     steps: list[tuple[int, slice, slice]]  # (scan step, its states, its chunks here), both counted in heads
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather [N, H, ...] into a new tensor [n, H, C, ...] of `dtype`, with zeros at places without a
-        token."""
+        """Gather [N, H, ...] into a new tensor [n, H, C, ...] of `dtype`, zero where no token is."""
         picked = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         picked = picked.view(self.count, self.chunk, *picked.shape[1:]).transpose(1, 2)
         # Always a copy: callers work in place on the result.
         out = torch.empty(picked.shape, dtype=dtype, device=x.device).copy_(picked)
         if self.empty is not None:
-            # Not a product with 0: the tokens at empty places belong to other sequences and may be NaN.
+            # Not a product with 0: the tokens read for empty places may be NaN.
             out.masked_fill_(self.empty if out.dim() == 3 else self.empty[..., None], 0.0)
         return out
 
@@ -394,8 +392,7 @@ class _Grid:
             begin += count
 
     def load(self, given: Tensor | None, M: int, dtype: torch.dtype, name: str, copy: bool = True) -> Tensor:
-        """Return states [B, Hv, K, M] as [B Hv, K, M] by rank, zeros if none is given; `copy`: always
-        copy."""
+        """Return states [B, Hv, K, M] as [B Hv, K, M] by rank, or zeros; `copy`: never share memory."""
         shape = (len(self.starts), self.heads, self.K, M)
         if given is None:
             return torch.zeros(shape, dtype=dtype, device=self.device).flatten(0, 1)
