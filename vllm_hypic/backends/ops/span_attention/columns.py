@@ -16,8 +16,8 @@ class Layout(IntEnum):
     LINES = 1
     """K of neighbouring tokens lies side by side, and so does V of neighbouring dimensions."""
     PAIRS = 2
-    """K has two dimensions of 16 tokens side by side, then the next two; V has two tokens of 16 dimensions,
-    then the next two: the order in which AMX reads bfloat16."""
+    """K has two dimensions of each of 16 tokens side by side, then the next two; V has two tokens of each of
+    16 dimensions, then the next two: the order in which AMX reads bfloat16."""
 
 
 class PoolColumns(NamedTuple):

@@ -1,7 +1,7 @@
 """Plans of decode passes in buffers of fixed shapes, for launches that vLLM records once and replays.
 
-Each request has one row of the query: row ``i`` of a pass is request ``i`` of its batch.  Some rows see public
-columns.  A plan for up to ``R`` rows launches the same programs over the same memory for all such rows: the
+Each request has one row of the query: row ``i`` of a pass is request ``i`` of its batch.  Some rows see
+public columns.  A plan for up to ``R`` rows always launches the same programs over the same memory: the
 programs read their work from the buffers.  Surplus programs find an item without rows and end.
 
 Tiles and parts are those of :mod:`.plan`: a request's result does not depend on the kind of plan that holds
@@ -73,8 +73,7 @@ class FixedPlans:
         self._write(*self._empty())
 
     def plan(self, rows: int) -> SpanPlan:
-        """Return the plan of a pass of ``rows`` rows, at most :attr:`most`; its tensors are always the
-        same."""
+        """Return the plan of a pass of ``rows`` rows, at most :attr:`most`; its tensors never change."""
         if rows not in self._plans:
             token_rows, visible, items, merges = (
                 self._packed[at : at + size] for at, size in zip(self._at[:-1], self._sizes, strict=True)
@@ -143,8 +142,7 @@ class FixedPlans:
         return results * torch.float32.itemsize + rows * self.heads * self.head_size * self.dtype.itemsize
 
     def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return token rows, visible columns, items and tiles to merge of a pass in which no row sees a
-        column."""
+        """Return token rows, visible columns, items and tiles to merge of a pass that sees no column."""
         most = self.most
         items = np.zeros((self._items(most), ITEM_FIELDS), dtype=np.int64)
         items[:, 7] = -1
@@ -162,6 +160,5 @@ class FixedPlans:
         return rows * -(-self.group // self.block)
 
     def _items(self, rows: int) -> int:
-        """Return the number of parts of all tiles: per tile a last part, which may be short, and whole
-        parts."""
+        """Return the number of parts of all tiles: whole parts, and per tile a perhaps shorter last part."""
         return self._tiles(rows) + most_columns(rows) // self.part * -(-self.group // self.block)

@@ -1,6 +1,5 @@
-"""Span attention in PyTorch, by PyTorch's own flash attention, which contains the loop over tiles and returns the
+"""Span attention in PyTorch.  PyTorch's own flash attention contains the loop over tiles and returns the
 log-sum-exp.
-
 """
 
 from __future__ import annotations
