@@ -1,5 +1,4 @@
-"""The log-sum-exp of vLLM's own attention call, kept for callers that merge more attention into the
-result."""
+"""The log-sum-exp of vLLM's own attention call, kept for callers that merge other results into its result."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ class _Grid:
             counts.append(alive)
         elements = work.heads * C * (2 * work.K + 2 * work.V + 2 * C)
         if work.q is not None:
-            elements += 2 * work.heads * work.K * work.V  # seams: a state or two for nearly every chunk
+            elements += 2 * work.heads * work.K * work.V  # seam outputs hold up to two states per chunk
         limit = _BLOCK_BYTES_CPU if on_cpu else _BLOCK_BYTES_DEVICE
         block = max(1, limit // (elements * work.dtype.itemsize))
         order = None if ranks == list(range(len(ranks))) else ranks

@@ -4,9 +4,9 @@ A program runs one (request, head, block of S's columns), keeps the columns in r
 request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C.
 
 The kernel makes no summaries of the pieces between records. From chunk terms, a seam of 16 rows costs two
-products [16, K] x [K, columns]; its transition [K, K] would cost four times as much to apply, and more to
-compute. `terms` serves all pieces at once; a prompt of 16 segments then leaves a chain of 18 chunks and 16
-products with T, in 128 programs at 32 heads: one wave on an H100.
+products [16, K] x [K, columns]; its transition [K, K] would cost four times as much to apply alone, after its
+computation. `terms` serves all pieces at once; a prompt of 16 segments then leaves a chain of 18 chunks and
+16 products with T, in 128 programs at 32 heads: one wave on an H100.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"

@@ -89,7 +89,7 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See the package's docstring; waits for the GPU if ``query_ranges`` lies there."""
+    """See the package's docstring; waits for the GPU if ``query_ranges`` lies on it."""
     block_size, kv_heads, size = index.shape
     heads = query.shape[1]
     group = heads // kv_heads

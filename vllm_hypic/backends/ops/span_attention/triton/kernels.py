@@ -282,9 +282,8 @@ def merge_parts_(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge the parts of a launch's split tiles: ``part_out [partial rows, kv_heads, size]`` and
-    ``part_lse``, base 2, into ``out [rows, heads, size]`` and natural ``lse [rows, heads]``; all float32,
-    contiguous."""
+    """Merge a launch's split tiles: ``part_out [partial rows, kv_heads, size]`` and ``part_lse``, base 2,
+    into ``out [rows, heads, size]`` and natural ``lse [rows, heads]``; all tensors float32, contiguous."""
     if not len(work.merges):
         return
     size = out.shape[2]

@@ -211,8 +211,8 @@ def join_latents(
     private: SpanPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Return attention of rows over public latents and vLLM's cache of latents together:
-    ``[rows, heads, rank]`` float32.
+    """Return attention of rows over public latents and vLLM's cache together, float32
+    ``[rows, heads, rank]``.
 
     ``query``, ``query_pe``, ``table``: as of :func:`attend_latents`, but of the plans' rows alone;
     ``pool [slots, 1, rope + rank]``: rows ``[k_pe | c]``, ``k_pe`` not rotated;
@@ -239,7 +239,7 @@ def warm_up(heads: int, rope: int, table: torch.Tensor | None, neox: bool, cache
     """
     dtype, device, size = cache.dtype, cache.device, cache.shape[2]
     rank = size - rope
-    # One request of few rows, where heads are few, and one of many, both with columns for two parts.
+    # One request has few rows, if heads are few, and the other many; both have columns for two parts.
     columns = 1 + part_columns(1, many_rows(rank, dtype, device))
     rows = 1 + FEW_ROWS // heads + 1
     slots = torch.zeros(columns, dtype=torch.int64, device=device)

@@ -62,7 +62,7 @@ def span_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package's docstring; waits for the GPU if lengths or ranges lie there."""
+    """See the package's docstring; waits for the GPU if lengths or ranges lie on it."""
     plan = SpanPlan.of(
         SpanColumns.of(slot_mapping, kv_positions),
         query_ranges.cpu().numpy(),
@@ -111,7 +111,7 @@ def merge_(
     other_lse: torch.Tensor,
     query_ranges: torch.Tensor,
 ) -> None:
-    """See the package's docstring; waits for the GPU if ``query_ranges`` lies there."""
+    """See the package's docstring; waits for the GPU if ``query_ranges`` lies on it."""
     rows = [torch.arange(first, last, dtype=torch.int32) for first, last in query_ranges[:, :2].tolist()]
     token_rows = torch.cat(rows).to(output.device)
     merge_rows_(output, output_lse, other, other_lse, token_rows)
@@ -128,14 +128,13 @@ def warm_up(
     windowed: Sequence[torch.Tensor] = (),
     pool_dtype: torch.dtype | None = None,
 ) -> None:
-    """Compile a layer's kernels, so that no request waits for a compilation; calls run on zeros on the
-    GPU.
+    """Compile a layer's kernels, so that no request waits for a compilation; calls run on device zeros.
 
     The caller calls this once per kind of layer at start-up, with the layer's table.  ``windowed``: for a
     layer with a window, K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the calls
     read the first block; ``pool_dtype``: dtype of records, if it is not the model's ``dtype``.
     """
-    # One request of few rows and one of many, both with columns for two parts.
+    # One request has few rows and the other many; both have columns for two parts.
     group = heads // kv_heads
     columns = 1 + part_columns(kv_heads, many_rows(head_size, dtype, device))
     many = FEW_ROWS // group + 1
