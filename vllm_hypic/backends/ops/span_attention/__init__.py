@@ -16,8 +16,8 @@ query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0, key_scale=1.0, value_sca
     or ``None`` (NoPE); ``neox``: a pair's members are rotary_dim / 2 apart if set, else neighbours.
     ``query_ranges [requests, 2]`` int64: rows ``[first, last)`` of the query.  ``visible_kv_lens`` int64, for
     the rows of all requests in order: row r sees columns < visible_kv_lens[r]; in layers with a window, only
-    columns >= hidden_kv_lens[r], int64 too.  K and V of the pool have the query's dtype, or, except in
-    Triton, are FP8 (e4m3) and count times ``key_scale`` and ``value_scale``.
+    columns >= hidden_kv_lens[r], int64 too.  K and V of the pool have the query's dtype, or are FP8 (e4m3)
+    and count times ``key_scale`` and ``value_scale``.
 
     Returns, for the rows in order, ``out [rows, heads, size]`` and log-sum-exp ``lse [rows, heads]``,
     float32; a row that sees no column has ``out = 0`` and ``lse = -inf``.
