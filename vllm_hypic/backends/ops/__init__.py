@@ -1,2 +1,2 @@
-"""Numerical operators: one folder per operator, a plain `reference` beside every fast implementation; what
-operators of linear layers share is in `linear_layer`."""
+"""Numerical operators: one folder per operator, with a plain `reference` beside every fast implementation.
+Operators of linear layers share the code in `linear_layer`."""

@@ -38,8 +38,8 @@ USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel needs on one architecture: registers and stack bytes per thread, bytes of shared memory
-    per block, tensor-core instructions in its code."""
+    """Resources of one kernel on one architecture: registers and stack bytes per thread, bytes of shared
+    memory per block, and tensor-core instructions in the code."""
 
     registers: int
     stack: int
@@ -47,7 +47,7 @@ class Usage:
     mma: int
 
     def exceeded(self, limits: Limits, architecture: int) -> list[str]:
-        """What is beyond its limit, as sentences."""
+        """Return a sentence for each resource that misses its limit."""
         shared = SHARED_PER_BLOCK[architecture] if limits.shared is None else limits.shared
         found = []
         for name, value, highest in (
@@ -63,14 +63,14 @@ class Usage:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """All modules of the package's operators that hold Triton code."""
+    """Import and return all modules of the package's operators that hold Triton code."""
     found = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
     names = [m.name for m in found if ".triton." in m.name]
     return [importlib.import_module(name) for name in names]
 
 
 def specs_of(module: ModuleType) -> tuple[KernelSpec, ...]:
-    """The specs of a module.  Raises ``ValueError`` where a kernel that it defines has none."""
+    """Return the specs of a module.  Raise ``ValueError`` for a kernel of the module that has no spec."""
     specs: tuple[KernelSpec, ...] = getattr(module, "SPECS", ())
     specified = {spec.function.__name__ for spec in specs}
     for name, value in vars(module).items():
@@ -81,11 +81,11 @@ def specs_of(module: ModuleType) -> tuple[KernelSpec, ...]:
 
 
 def compile_kernel(spec: KernelSpec, architecture: int) -> Usage:
-    """Raises what Triton raises when the kernel does not compile."""
+    """Compile the kernel and return its resources.  Raises Triton's error if the kernel does not compile."""
     at = {name: (i,) for i, name in enumerate(spec.function.arg_names)}
     source = ASTSource(
         fn=spec.function,
-        # In the order of the arguments.
+        # Triton expects the order of the kernel's arguments.
         signature={name: spec.signature.get(name, "constexpr") for name in at},
         constexprs={at[name]: value for name, value in spec.constants.items()},
         attrs={at[name]: [["tt.divisibility", 16]] for name in spec.aligned},
@@ -105,14 +105,17 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         file.flush()
         command = [str(CUOBJDUMP), "-res-usage", file.name]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    # The tool prints to either.
+    # cuobjdump prints to stdout or to stderr.
     if found := USAGE.search(done.stdout + done.stderr):
         return int(found[1]), int(found[2])
     raise RuntimeError(f"cuobjdump -res-usage printed no usage: {done.stdout}{done.stderr}")
 
 
 def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Console) -> int:
-    """Print a table of all and what exceeds its limits; returns how many kernels do."""
+    """Print a table of all kernels, then the failures; return the number of failures.
+
+    A kernel fails on an architecture if the kernel does not compile or misses a limit.
+    """
     table = Table("kernel", "sm", "registers", "stack", "shared KiB", "tensor core", "", box=None)
     complaints: list[str] = []
     for spec in specs:
@@ -120,7 +123,7 @@ def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Co
             where = f"{spec.name} on sm_{architecture}"
             try:
                 usage = compile_kernel(spec, architecture)
-            except (TritonError, RuntimeError) as e:  # the latter from passes of the compiler
+            except (TritonError, RuntimeError) as e:  # RuntimeError comes from the compiler's passes
                 table.add_row(spec.name, str(architecture), *"----", "does not compile")
                 complaints.append(f"{where}: {e}")
                 continue

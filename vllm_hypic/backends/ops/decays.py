@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 _LOG_TINY = -69.0
-"""Decays below e^-69 become 0: they cannot be seen beside O(1) states, but their products are subnormal,
-which CPUs multiply a hundred times more slowly."""
+"""Decays below e^-69 become 0. Such a decay is invisible beside states of size O(1), but its products are
+subnormal, and CPUs multiply subnormal numbers a hundred times more slowly."""
 
 
 def exp_(x: Tensor) -> Tensor:
-    """e^x for x <= 0, in place, with what is too small to matter set to 0."""
+    """Compute e^x for x <= 0 in place; results below e^-69 become 0."""
     return torch.threshold_(x, _LOG_TINY, float("-inf")).exp_()

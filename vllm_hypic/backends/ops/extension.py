@@ -1,8 +1,8 @@
-"""The C++ kernels in ``csrc/``: functions of the module ``vllm_hypic._C``.  Optional: without it the PyTorch
-versions run, unless ``HYPIC_ISA`` asks for the kernels of one instruction set.
+"""Access to the C++ kernels in ``csrc/``, functions of the optional module ``vllm_hypic._C``.  Without the
+module the PyTorch versions run, unless ``HYPIC_ISA`` asks for the kernels of one instruction set.
 
-``python -m vllm_hypic.backends.ops.extension`` says which kernels a process on this machine uses; it exits
-with 1 and the reason where ``HYPIC_ISA`` asks for some that it cannot use.
+The command ``python -m vllm_hypic.backends.ops.extension`` names the kernels that a process on this machine
+uses.  The command exits with 1 and the reason if ``HYPIC_ISA`` asks for kernels that the process cannot use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BUILD = "pip install --no-build-isolation --no-deps . (with g++ installed) build
 
 @cache
 def kernels() -> ModuleType:
-    """The module; :func:`missing` says whether it can be used."""
+    """Import and return the C++ module; :func:`missing` says whether the module works."""
     return importlib.import_module("vllm_hypic._C")
 
 
 @cache
 def missing() -> str | None:
-    """Why the C++ kernels cannot be used in this process, or ``None``: they can.  Loads them once.
+    """Load the C++ kernels once; return the reason why the process cannot use them, else ``None``.
 
-    Raises :class:`ConfigError` where ``HYPIC_ISA`` names an instruction set that is unknown or that this
-    machine lacks, or where it is set and the kernels are not built.
+    Raises :class:`ConfigError` if ``HYPIC_ISA`` names an instruction set that is unknown or that this machine
+    lacks, and if ``HYPIC_ISA`` is set and the kernels are not built.
     """
     try:
         kernels().isa()
@@ -40,7 +40,7 @@ def missing() -> str | None:
             raise ConfigError(f"hypic: HYPIC_ISA={isa}: the C++ kernels are {reason}") from e
         return reason
     except RuntimeError as e:
-        # An instruction set that this machine lacks, or HYPIC_ISA naming none.
+        # The machine lacks the instruction set, or HYPIC_ISA names an unknown one.
         reason = str(e).splitlines()[0]
         if os.environ.get("HYPIC_ISA"):
             raise ConfigError(f"hypic: {reason}") from e
@@ -49,7 +49,7 @@ def missing() -> str | None:
 
 
 def describe() -> str:
-    """One line for the log: what runs on this machine.  Raises as :func:`missing` does."""
+    """Return a line for the log that names the kernels of this machine.  Raises as :func:`missing` does."""
     reason = missing()
     return f"C++ kernels ({kernels().isa()})" if reason is None else f"PyTorch kernels: {reason}"
 

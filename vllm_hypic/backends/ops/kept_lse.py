@@ -1,4 +1,4 @@
-"""The log-sum-exp of vLLM's own attention call, kept for those who merge more into its result."""
+"""The log-sum-exp of vLLM's own attention call, kept for callers that merge other results into its result."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 class KeptLSE(threading.local):
-    """Of the running thread.
+    """The log-sum-exp that the running thread keeps.
 
-    ``wanted``: an attention call that is made now shall leave its log-sum-exp; ``lse [heads, rows]`` float32:
-    what it left, ``None`` where it did not.
+    ``wanted``: the attention call made now must store its log-sum-exp; ``lse [heads, rows]`` float32: the
+    stored log-sum-exp, ``None`` if the call stored none.
     """
 
     wanted: bool = False

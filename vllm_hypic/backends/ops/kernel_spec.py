@@ -1,7 +1,7 @@
-"""What a module of Triton kernels says about each of them, so that ``compiled`` can check it without a GPU.
+"""Specs of Triton kernels, from which ``compiled`` checks the kernels without a GPU.
 
-A module in a folder ``triton`` that defines kernels, functions named ``*_kernel``, has a
-tuple ``SPECS`` in which each of them occurs.  A spec is one specialisation: one set of constants.
+A module in a folder ``triton`` that defines kernels (functions named ``*_kernel``) has a tuple ``SPECS`` with
+at least one spec per kernel.  A spec describes one specialisation: one set of constants.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 SM80, SM90, SM100 = 80, 90, 100
 ARCHITECTURES = (SM80, SM90, SM100)
-"""A100, H100 and H200, B200."""
+"""The architectures of A100, of H100 and H200, and of B200."""
 
 SHARED_PER_BLOCK = {SM80: 166_912, SM90: 232_448, SM100: 232_448}
 """Bytes of shared memory that a block may ask for: 163 KiB, 227 KiB."""
@@ -22,9 +22,11 @@ Constant = int | float | bool | str | None
 
 @dataclass(frozen=True)
 class Limits:
-    """Highest allowed: ``registers`` and bytes of ``stack`` per thread, on which spilled registers lie; bytes
-    of ``shared`` memory per block, ``None``: what the architecture has.  Lowest allowed: tensor-core
-    instructions ``mma`` in the code.
+    """Limits on the resources of a compiled kernel.
+
+    ``registers`` and bytes of ``stack`` (spilled registers) per thread and bytes of ``shared`` memory per
+    block are the highest allowed values; ``shared=None`` stands for the architecture's limit.  ``mma`` is the
+    lowest allowed number of tensor-core instructions in the code.
     """
 
     registers: int = 255
@@ -37,11 +39,11 @@ class Limits:
 class KernelSpec:
     """One specialisation of a kernel.
 
-    ``function``: what ``triton.jit`` returned; ``signature``: type of every argument that is no constant, in
-    Triton's notation (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constants``: value of every other argument,
-    ``None`` for a pointer that is not given; ``aligned``: arguments that are multiples of 16 (pointers: in
-    bytes); ``limits``: those of architectures that differ from ``limit``; ``architectures``: where it is
-    checked, fewer where it runs nowhere else or where compiling for the others would tell nothing new.
+    ``function``: the result of ``triton.jit``; ``signature``: types of all arguments that are no constants,
+    in Triton's notation (``"*bf16"``, ``"i32"``, ``"fp32"``); ``constants``: values of all other arguments,
+    ``None`` for an absent pointer; ``aligned``: arguments that are multiples of 16 (pointers: in bytes);
+    ``limits``: limits of architectures that differ from ``limit``; ``architectures``: the checked
+    architectures, without those on which the kernel never runs or a check tells nothing new.
     """
 
     name: str

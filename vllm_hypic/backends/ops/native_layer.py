@@ -1,4 +1,4 @@
-"""What the C++ operators of linear layers that keep states have in common (`csrc/layer_launch.h`)."""
+"""The check that all C++ operators of linear layers with states share (`csrc/layer_launch.h`)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ STATES = (torch.float32, torch.bfloat16, torch.float16)
 def refuses(
     inputs: torch.dtype, state: Tensor, states: Collection[torch.dtype] = STATES, taps: int = 2
 ) -> str | None:
-    """Why they do not serve a layer with inputs of this dtype and a convolution of `taps`, or `None`.
+    """Return the reason why the C++ operators do not serve a layer, or `None` if they do.
 
-    `state` [slots, heads, rows, columns]: vLLM's cache; `states`: dtypes that it may have.
+    `inputs`: dtype of the layer's inputs; `taps`: width of the layer's convolution; `state` [slots, heads,
+    rows, columns]: vLLM's cache; `states`: dtypes that the cache may have.
     """
     rows, columns = state.shape[2:]
     if state.device.type != "cpu":

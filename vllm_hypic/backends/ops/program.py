@@ -1,6 +1,6 @@
-"""What the layer operators do, as int64 tensors that all layers of a step share.
+"""Programs of the layer operators: int64 tensors that all layers of a step share.
 
-`csrc/program.h` has the same rows.
+`csrc/program.h` defines the same rows.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ Row = TypeVar("Row", bound=tuple)
 
 
 class SegmentRow(NamedTuple):
-    """A segment request's rows [first, stop) of a pass; [begin, end) of them belong to its interior."""
+    """The rows [first, stop) of a segment request in a pass; rows [begin, end) belong to the interior."""
 
     batch_row: int
     resumed: int
-    """It has a state from an earlier pass; if not, it starts from zero."""
+    """Whether an earlier pass left a state for the request; without a state, the request starts from zero."""
     first: int
     stop: int
     begin: int
     end: int
     slot: int
-    """Slot of its record."""
+    """Slot of the request's record."""
     leading: int
-    """Nothing stands before it, so its record needs no T."""
+    """Whether no token stands before the segment; the record of a leading segment needs no T."""
     begins: int
     ends: int
-    """The interior begins, ends in this pass."""
+    """Whether the interior begins in this pass (`begins`), and whether it ends in this pass (`ends`)."""
     has_head: int
-    """Rows precede the interior, in this pass or before."""
+    """Whether rows precede the interior, in this pass or in an earlier pass."""
     carry: int
-    """Number of its `Carry`; -1: the interior is whole, or leading."""
+    """Number of the interior's `Carry`; -1 if the interior is whole or leading."""
 
 
 class Mode(IntEnum):
-    """How the state goes on behind an operation's rows."""
+    """The change of a request's state behind an operation's rows."""
 
     NONE = 0
     REPLACE = 1  # S <- S_C
     TRANSITION = 2  # S <- T_C S + S_C
     ADD = 3  # S <- S + S_C
-    RESTORE = 4  # S <- what it was before the rows: a record that comes later has them, too
+    RESTORE = 4  # S <- S before the rows: a later record contains the rows, too
 
     @property
     def applies(self) -> bool:
-        """A record is read."""
+        """Whether the operation reads a record."""
         return self not in (Mode.NONE, Mode.RESTORE)
 
 
 class ComposeOp(NamedTuple):
-    """Run rows [first, first + tokens), perhaps none, then do as `mode` says, with the record in `slot` (-1:
-    without one). The convolution goes on from one row to the next until a record is applied."""
+    """An operation: run rows [first, first + tokens), perhaps none, then do as `mode` says with the record in
+    `slot` (-1: no record). The convolution continues from row to row until an operation applies a record."""
 
     first: int
     tokens: int
@@ -65,7 +65,7 @@ class ComposeOp(NamedTuple):
 
 
 class ComposeRow(NamedTuple):
-    """A composed request: its operations [first_op, stop_op)."""
+    """The operations [first_op, stop_op) of a composed request."""
 
     batch_row: int
     resumed: int
@@ -74,15 +74,15 @@ class ComposeRow(NamedTuple):
 
 
 def pack(rows: Sequence[tuple[int, ...]], kind: type[tuple], device: torch.device | None = None) -> Tensor:
-    """Rows of one kind as an int64 tensor [rows, fields]."""
+    """Pack rows of one kind into an int64 tensor [rows, fields]."""
     fields = len(kind._fields)  # type: ignore[attr-defined]
     return torch.tensor(rows, dtype=torch.int64, device=device).view(-1, fields)
 
 
 def ordinary(ends: Sequence[int], resumed: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Rows and operations of requests without records: of batch row `i` rows [ends[i], ends[i + 1]), from a
-    state of its own where `resumed[i]`.  Read only: all layers of a step share
-    them, and so do decode steps."""
+    """Return the rows and operations of requests without records: batch row `i` has rows
+    `[ends[i], ends[i + 1])`, and starts from its own state if `resumed[i]`. All layers of a step share the
+    tensors, and so do decode steps: callers must not write to them."""
     return _ordinary(tuple(ends), tuple(resumed))
 
 

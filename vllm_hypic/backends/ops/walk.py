@@ -1,7 +1,7 @@
-"""A layer operator's program, one request after the other, over whatever runs a request's rows.
+"""Runs a layer operator's program, one request after another, through a :class:`Walk`.
 
-What is plain of an operator is its :class:`Walk`: how rows are run, how records are made and applied.  Its
-references walk token by token in float64, and some versions in PyTorch are the same walk with another scan.
+An operator's :class:`Walk` runs rows, makes records and applies records.  The operators' references walk
+token by token in float64; some PyTorch versions are the same walk with another scan.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ CarryT = TypeVar("CarryT", contravariant=True)
 
 
 class Walk(Protocol[RecordsT, CarryT]):
-    """One request's walk through a layer."""
+    """The walk of one request through a layer."""
 
     state: Any
 
     def start(self, batch_row: int, resumed: int) -> None:
-        """From its state in vLLM's cache, or from zero."""
+        """Start a request from its state in vLLM's cache if `resumed`, else from zero."""
 
     def begin(self, carry: CarryT | None) -> None:
-        """The interior begins (`None`), or goes on from what another pass carried."""
+        """Begin the interior (`None`), or continue it from the carry of an earlier pass."""
 
     def run(self, first: int, stop: int, *, interior: bool = False) -> None:
-        """Writes the outputs of rows [first, stop); `interior`: they count for the record."""
+        """Run rows [first, stop) and write their outputs; `interior`: the rows belong to the record."""
 
     def record(self, records: RecordsT, slot: int, *, leading: bool) -> None:
-        """The interior is complete; a leading record is the running state."""
+        """Write the record of the complete interior; the record of a leading segment is the running state."""
 
     def pause(self, carry: CarryT) -> None:
-        """The interior goes on in another pass."""
+        """Write the interior so far into `carry`, from which a later pass continues."""
 
     def apply(self, records: RecordsT, op: int, slot: int, mode: Mode) -> None:
-        """The record in `slot`, as operation number `op` of the program says."""
+        """Apply the record in `slot`, as operation number `op` of the program says."""
 
     def finish(self) -> None:
-        """The state goes into vLLM's cache."""
+        """Write the state into vLLM's cache."""
 
 
 def run_segments(
     walk: Walk[RecordsT, CarryT], records: RecordsT, rows: Tensor, carries: Sequence[CarryT]
 ) -> None:
-    """Segment requests: `rows` are packed `SegmentRow`s."""
+    """Run segment requests: `rows` are packed `SegmentRow`s."""
     for r in unpack(rows, SegmentRow):
         walk.start(r.batch_row, r.resumed)
         walk.run(r.first, r.begin)
@@ -64,7 +64,7 @@ def run_segments(
 
 
 def run_compose(walk: Walk[RecordsT, CarryT], records: RecordsT, rows: Tensor, ops: Tensor) -> None:
-    """Composed requests: `rows` are packed `ComposeRow`s, `ops` their `ComposeOp`s."""
+    """Run composed requests: `rows` are packed `ComposeRow`s, `ops` their `ComposeOp`s."""
     operations = unpack(ops, ComposeOp)
     for r in unpack(rows, ComposeRow):
         walk.start(r.batch_row, r.resumed)

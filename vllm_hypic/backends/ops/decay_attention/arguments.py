@@ -1,4 +1,4 @@
-"""What the layer operators take: a layer's inputs, its cache in vLLM, its records, what is carried."""
+"""Arguments of the layer operators: a layer's inputs, its cache in vLLM, its records and its carries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass: `q` (scaled) and `k` [rows, H, K], both rotated where the layer does, `v` [rows,
-    H, V], and log decays `g` <= 0: [H] fp32, which all rows share, or [rows, H, K], of every channel of K.
+    """Token rows of a pass.  `q` (scaled) and `k` [rows, H, K], rotated if the layer rotates; `v`
+    [rows, H, V]; log decays `g` <= 0: [H] fp32, which all rows share, or [rows, H, K], one per channel of K.
     Rows may be strided."""
 
     q: Tensor
@@ -25,15 +25,15 @@ class Inputs:
         return self.g.dim() == 3
 
     def part(self, tokens: slice | Tensor) -> Inputs:
-        """These rows alone."""
+        """Return the inputs of these rows."""
         g = self.g[tokens] if self.channel_gates else self.g
         return Inputs(self.q[tokens], self.k[tokens], self.v[tokens], g)
 
 
 @dataclass(frozen=True)
 class Caches:
-    """vLLM's: `slots` int32 by batch row, and by slot `state` [H, K, V] fp32, bf16 or fp16, to which states
-    are rounded at the end of a pass.  Slots may be strided."""
+    """vLLM's cache: `slots` int32 by batch row, and by slot `state` [H, K, V] fp32, bf16 or fp16.  States are
+    rounded to that dtype at the end of a pass.  Slots may be strided."""
 
     slots: Tensor
     state: Tensor
@@ -41,7 +41,7 @@ class Caches:
 
 class Records(Protocol):
     """A layer's part of the pool: by slot `state` [H, K, V] and `log_transition` fp32, the sum of the
-    interior's log decays, [H] or [H, K] as the layer has decays; -inf (T is zero) in leading records."""
+    interior's log decays, [H] or [H, K] like the layer's decays; -inf (T is zero) in leading records."""
 
     @property
     def state(self) -> Tensor: ...
@@ -52,27 +52,27 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class Carry:
-    """What an interior carries between passes: of its rows so far `log_transition` fp64, and `state` [H, K,
-    V] fp32, the one they lead to from zero."""
+    """The part of an interior that earlier passes computed, carried to the next pass: `log_transition` fp64
+    of the interior's rows so far, and `state` [H, K, V] fp32, their end state from zero."""
 
     log_transition: Tensor
     state: Tensor
 
     @staticmethod
     def beside(records: Records) -> Carry:
-        """A carry of a layer with such records; uninitialised."""
+        """Return an uninitialised carry for a layer with such records."""
         log = records.log_transition[0]
         return Carry(torch.empty_like(log, dtype=torch.float64), torch.empty_like(records.state[0]))
 
 
 @dataclass(frozen=True)
 class Relocation:
-    """Where records stand: operation `i` of a program moves its record by `shifts[i]` positions, perhaps
-    backwards.
+    """The moves of records: operation `i` of a program moves its record by `shifts[i]` positions, backwards
+    if the shift is negative.
 
     `shifts` [ops] int64; `table` [positions, R] fp32 or fp64: cosines, then sines, of the angles by which a
-    position turns the R / 2 pairs of the first R channels of K.  Pairs are (i, i + R / 2), or, where they are
-    `neighbours`, (2 i, 2 i + 1).
+    position turns the R / 2 pairs of the first R channels of K.  Pairs are (i, i + R / 2), or (2 i, 2 i + 1)
+    if `neighbours` is set.
     """
 
     shifts: Tensor
@@ -80,7 +80,7 @@ class Relocation:
     neighbours: bool = False
 
     def moved(self, state: Tensor, op: int) -> Tensor:
-        """A record's `state` [H, K, V] as operation `op` reads it."""
+        """Return a record's `state` [H, K, V], moved for operation `op`."""
         shift = int(self.shifts[op])
         if not shift:
             return state

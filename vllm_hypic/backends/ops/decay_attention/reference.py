@@ -1,5 +1,4 @@
-"""Decaying linear attention as a plain token loop in float64: what every other version is measured
-against."""
+"""Decaying linear attention as a plain token loop in float64, the reference for all other versions."""
 
 from __future__ import annotations
 
@@ -14,14 +13,14 @@ from .arguments import Caches, Carry, Inputs, Records, Relocation
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence over n tokens, of one dtype.
+    """Run the recurrence over n tokens; all tensors have one dtype.
 
     q, k    [n, H, K]
     v       [n, H, V]
-    g       [n, H, K], or [n, H, 1]: all channels of a head decay alike
-    states  [m, H, K, V]  states before the tokens, each on its own way
+    g       [n, H, K], or [n, H, 1] if all channels of a head decay alike
+    states  [m, H, K, V]  m independent states before the tokens
 
-    Returns (outputs of the first state's way [n, H, V], states after the tokens).
+    Returns (outputs from the first state [n, H, V], states after the tokens).
     """
     y = torch.zeros_like(v)
     for t in range(len(q)):
@@ -31,7 +30,7 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Te
 
 
 class Walk:
-    """One request's walk through a layer: its state; of its interior the state from zero and log T.
+    """The walk of one request through a layer: its state; for the interior, the state from zero and log T.
 
     Computes in `dtype` by `scan`.
     """
@@ -79,7 +78,7 @@ class Walk:
         carry.log_transition[:], carry.state[:] = self.log, self.alone
 
     def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
-        """S <- T S + record, or as `mode` says."""
+        """Apply the record as `mode` says, by S <- T S + record for a transition."""
         after = records.state[slot].to(self.dtype)
         if self.relocation is not None:
             after = self.relocation.moved(after, op)

@@ -1,16 +1,16 @@
-"""The layer operators in PyTorch: the reference's walk, its scan in closed form over chunks of rows.
+"""The layer operators in PyTorch: the reference's walk, with a scan in closed form over chunks of rows.
 
 A chunk of n tokens that starts from state S [K, V], with G_t = g_1 + ... + g_t:
 
     y_t  = S^T (e^{G_t} q_t) + sum_{s <= t} (sum_c q_tc k_sc e^{G_tc - G_sc}) v_s
     S'   = e^{G_n} S + U        with U = sum_s (e^{G_n - G_s} k_s) v_s^T
 
-The sums do not depend on S, so they are computed for many chunks at once, and so is what S adds to the
-outputs; between the two a walk over the chunks moves the states on.
+The sums do not depend on S, so the code computes them for many chunks at once.  A walk over the chunks then
+computes each chunk's start state, and one step adds the start states' terms to all outputs.
 
-Decays enter as differences G_t - G_s <= 0 only, taken in float64, so none overflows and strong ones cost no
-accuracy.  Where channels decay apart a difference belongs to a channel and a pair of tokens, so chunks are
-short.
+Decays enter as differences G_t - G_s <= 0 only, taken in float64, so no decay overflows and strong decays
+cost no accuracy.  Where each channel has its own decay, a difference belongs to a channel and a pair of
+tokens, so chunks are short.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from . import reference
 
 _CHUNK = 64
 _CHANNELS_CHUNK = 16
-"""Rows of a chunk where all channels decay alike, and where they decay apart."""
+"""Rows of a chunk if all channels decay alike (`_CHUNK`), and if each channel has its own decay."""
 _BLOCK_ELEMENTS = 1 << 21
-"""Elements of the chunks' largest tensor that are held at once: 8 MB in float32, what a CPU's caches hold."""
+"""Elements of the chunks' largest tensor at a time: 8 MB in float32, which fit into a CPU's caches."""
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence over n tokens in chunks; arguments and results are those of :func:`.reference.scan`."""
+    """Run the recurrence over n tokens in chunks; arguments and results as of :func:`.reference.scan`."""
     n, heads, K = k.shape
     apart = g.shape[-1] > 1
     length = min(n, _CHANNELS_CHUNK if apart else _CHUNK)
@@ -46,19 +46,19 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Te
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Rows of some chunks of `length`; what the last one lacks writes nothing and does not decay."""
+    """Run rows in chunks of `length`; padding of the last chunk writes nothing and does not decay."""
     n = len(q)
     chunks = -(-n // length)
 
     def chunked(t: Tensor) -> Tensor:
-        """[chunks, H, length, channels]"""
+        """Return `t` as [chunks, H, length, channels], padded with zeros."""
         padded = F.pad(t, (0, 0, 0, 0, 0, chunks * length - n))
         return padded.view(chunks, length, *t.shape[1:]).transpose(1, 2)
 
     q, k, v = chunked(q), chunked(k), chunked(v)
     G = chunked(g).double().cumsum(2)
     from_start, to_end = exp_(G.to(q.dtype, copy=True)), exp_((G[:, :, -1:] - G).to(q.dtype))
-    # Above the diagonal differences are positive: clamped, so that nothing there is infinite.
+    # Above the diagonal differences are positive: the clamp keeps them from becoming infinite.
     between = exp_((G[:, :, :, None] - G[:, :, None]).clamp_(max=0.0).to(q.dtype))
     if between.shape[-1] > 1:
         scores = torch.einsum("nhtc,nhsc,nhtsc->nhts", q, k, between)
@@ -75,7 +75,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, length: i
 
 
 class _Walk(reference.Walk):
-    """The reference's walk, with :func:`scan`; in float32, or float64 where inputs are."""
+    """The reference's walk with :func:`scan`, in float32, or in float64 if the inputs are float64."""
 
     scan = staticmethod(scan)
 

@@ -1,4 +1,4 @@
-"""What the layer operators take: a layer's inputs, its caches in vLLM, its records, what is carried."""
+"""Arguments of the layer operators: a layer's inputs, its caches in vLLM, its records and its carries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 DEAD_BELOW = 2.0**-25
-"""A T with all elements smaller rounds to zero in fp16, the type of its record: its head is dead."""
+"""If all elements of T are smaller, T rounds to zero in fp16, the dtype of records: the head is dead."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Weights:
     weight    [taps, channels]  of the depthwise convolution; channels are q, k [Hk, K] each, then v [Hv, V]
     bias      [channels] or None
     rate      [Hv]              -exp(A_log)
-    dt_bias   [Hv]              or, of gates per channel, [Hv, K]
+    dt_bias   [Hv]              or, for gates per channel, [Hv, K]
     eps       of the l2 norm, see `l2_eps`
-    largest_beta    of sigmoid(b): beta is this times it, at most 2
-    gate_bound      of gates per channel: below 0, g = gate_bound sigmoid(-rate (a + dt_bias))
-    gates_given     of gates per channel: inputs `a` and `b` are g and beta themselves
+    largest_beta    factor of sigmoid(b) in beta, at most 2
+    gate_bound      for gates per channel: if below 0, g = gate_bound sigmoid(-rate (a + dt_bias))
+    gates_given     for gates per channel: whether inputs `a` and `b` are g and beta themselves
     """
 
     weight: Tensor
@@ -38,11 +38,11 @@ class Weights:
 
     @property
     def channel_gates(self) -> bool:
-        """Channels of K decay apart."""
+        """Whether each channel of K decays by its own gate."""
         return self.dt_bias.dim() == 2
 
     def log_decay(self, a: Tensor) -> Tensor:
-        """g of gates `a` [n, Hv] or [n, Hv, K], in the dtype of `a`."""
+        """Return g for gates `a` [n, Hv] or [n, Hv, K], in the dtype of `a`."""
         if self.gates_given:
             return a
         rate, bias = self.rate.to(a.dtype), self.dt_bias.to(a.dtype)
@@ -52,7 +52,7 @@ class Weights:
         return rate * torch.nn.functional.softplus(a + bias)
 
     def write_strength(self, b: Tensor) -> Tensor:
-        """beta of gates `b` [n, Hv], in the dtype of `b`."""
+        """Return beta for gates `b` [n, Hv], in the dtype of `b`."""
         return b if self.gates_given else self.largest_beta * torch.sigmoid(b)
 
     @staticmethod
@@ -66,7 +66,7 @@ class Weights:
         largest_beta: float = 1.0,
         gate_bound: float = 0.0,
     ) -> Weights:
-        """Weights from the model's parameters; its convolution's weight is [channels, taps]."""
+        """Return weights from the model's parameters; the model's convolution weight is [channels, taps]."""
         return Weights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
@@ -81,22 +81,22 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass: `mixed` [rows, channels] before the convolution, gates `a` and `b` [rows, Hv]; of
-    gates per channel `a` [rows, Hv, K]."""
+    """Token rows of a pass: `mixed` [rows, channels] before the convolution, and gates `a` and `b`
+    [rows, Hv]. Gates per channel have `a` [rows, Hv, K]."""
 
     mixed: Tensor
     a: Tensor
     b: Tensor
 
     def part(self, tokens: slice | Tensor) -> Inputs:
-        """These rows alone."""
+        """Return the inputs of these rows."""
         return Inputs(self.mixed[tokens], self.a[tokens], self.b[tokens])
 
 
 @dataclass(frozen=True)
 class Caches:
-    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs of the
-    convolution, and `state` [Hv, K, V]. They may be strided but for the inner parts of `state`."""
+    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the convolution's
+    last inputs, and `state` [Hv, K, V]. The caches may be strided, except for the inner parts of `state`."""
 
     slots: Tensor
     conv: Tensor
@@ -104,8 +104,9 @@ class Caches:
 
 
 class Records(Protocol):
-    """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels]; T in
-    `transitions` [blocks, K, K] fp16, of which `block_of` [slots, Hv] int32 names one per head, -1: zero."""
+    """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels].
+    `transitions` [blocks, K, K] fp16 holds T; `block_of` [slots, Hv] int32 names the block of each head, and
+    -1 stands for T = 0."""
 
     @property
     def state(self) -> Tensor: ...
@@ -122,8 +123,9 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class Carry:
-    """What an interior carries between passes: `transition` T [Hv, K, K] so far, `head` [Hv, K, V], the state
-    where it began, and `alive` [Hv] int32. T and head of a dead head hold nothing."""
+    """The part of an interior that earlier passes computed, carried to the next pass: `transition`
+    [Hv, K, K], T so far; `head` [Hv, K, V], the state at the interior's start; `alive` [Hv] int32. T and head
+    of a dead head are undefined."""
 
     transition: Tensor
     head: Tensor
@@ -131,7 +133,7 @@ class Carry:
 
     @staticmethod
     def beside(states: Tensor) -> Carry:
-        """A carry of a layer whose records have `states` [slots, Hv, K, V]; uninitialised."""
+        """Return an uninitialised carry for a layer whose records have `states` [slots, Hv, K, V]."""
         _, heads, K, V = states.shape
         return Carry(
             states.new_empty(heads, K, K),

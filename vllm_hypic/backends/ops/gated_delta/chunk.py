@@ -9,12 +9,12 @@ One chunk of C tokens that starts from state S [K, V], with G_t = g_1 + ... + g_
     S'   = e^{G_C} S + Kd^T D                    with Kd_s = e^{G_C - G_s} k_s
     o_t  = e^{G_t} q_t S + sum_{s <= t} e^{G_t - G_s} (q_t . k_s) D_s
 
-T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so they are
-computed for many chunks at once; what is left of the sequence is a scan over chunks of two batched matmuls.
+T follows the same recurrence with V = 0, starting from I. L, U, W, Kd do not depend on S, so the code
+computes these terms for many chunks at once. A scan over chunks then takes two batched matmuls per step.
 
 Where every channel has a gate, G_t is a vector [K]: e^G k, e^G q and Kd are elementwise, and decays stand
-inside the products, L_ts = beta_t sum_c k_tc k_sc e^{G_tc - G_sc} and likewise for q. Then keys decay token
-by token, in products of decays instead of differences of sums.
+inside the products, L_ts = beta_t sum_c k_tc k_sc e^{G_tc - G_sc}; products with q are alike. Keys then decay
+token by token, in products of decays instead of differences of sums.
 
 Symbols in the code: `heads` Hv value heads, `groups` Hk key heads, C `chunk`, n chunks of a block. Tensors of
 chunks and states have one leading batch dimension, chunk (or sequence) major, value head minor.
@@ -36,18 +36,19 @@ from .reference import l2_eps
 
 _CHUNK_CPU = 32
 _CHUNK_DEVICE = 64
-"""Longest chunk (shorter input, shorter chunk). Long chunks cost C^2 work inside, short ones more scan steps:
-a CPU feels the first, a GPU the second."""
+"""Longest chunk (shorter inputs have shorter chunks). Long chunks cost C^2 work inside, which slows a CPU;
+short chunks cost more scan steps, which slow a GPU."""
 
 _BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
-"""How much of the chunk-local tensors to hold at once: what fits a CPU's caches, what fills a GPU."""
+"""Bytes of the chunk-local tensors held at once: on a CPU, to fit the caches; on a GPU, to fill the GPU."""
 
 _LOG_TINY = -69.0
 _TINY = 1e-30
 _SHRINK_EVERY = 4
-"""Decays below e^-69 and (looked at every fourth step) entries of T below 1e-30 become 0: they cannot be seen
-beside O(1) states, but their products are subnormal, which CPUs multiply a hundred times more slowly."""
+"""Decays below e^-69 and entries of T below 1e-30 (at every fourth step) become 0. Such numbers are invisible
+beside states of size O(1), but their products are subnormal, and CPUs multiply subnormal numbers a hundred
+times more slowly."""
 
 
 def segment_summary(
@@ -60,17 +61,17 @@ def segment_summary(
     *,
     eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Transition and end state of B packed sequences: S_after = T S_before + S.
+    """Return transition and end state of B packed sequences: S_after = T S_before + S.
 
-    Changes none of its arguments. Tokens outside [cu_seqlens[0], cu_seqlens[-1]) are never read.
+    Changes none of its arguments. Never reads tokens outside [cu_seqlens[0], cu_seqlens[-1]).
 
     k           [N, Hk, K]  bf16, fp16, fp32 (float64 computes in float64); not normalised
     v           [N, Hv, V]  Hv a multiple of Hk
-    g           [N, Hv]     log decay, <= 0; or [N, Hv, K], of channels
+    g           [N, Hv]     log decay, <= 0; or [N, Hv, K], per channel
     beta        [N, Hv]     write strength
     cu_seqlens  B + 1 rising token boundaries, a list or a CPU tensor; empty sequences are allowed
-    initial_T   [B, Hv, K, K]: T of the tokens before these ones, when a segment arrives in several pieces
-                (T <- T2 T1); S is always these tokens' own; default I
+    initial_T   [B, Hv, K, K]: T of the tokens before these tokens, for a segment that arrives in several
+                pieces (T <- T2 T1); S is always the end state of these tokens alone; default I
     eps         of the l2 norm; default: vLLM's on this device, see `l2_eps`
 
     Returns (T [B, Hv, K, K], S [B, Hv, K, V]), fp32.
@@ -111,14 +112,14 @@ def seam_outputs(
     *,
     eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and end states of B packed sequences, each from a start state of its own.
+    """Return outputs and end states of B packed sequences, each from its own start state.
 
-    Changes none of its arguments. Arguments as in `segment_summary`, and
+    Changes none of its arguments. Arguments are as in `segment_summary`, and
 
     q               [N, Hk, K]        not normalised, not scaled
     initial_states  [B, Hv, K, V]     any float dtype; computed in fp32
 
-    Returns (o [N, Hv, V] in v's dtype, zero at tokens of no sequence; end states [B, Hv, K, V] fp32).
+    Returns (o [N, Hv, V] in v's dtype, zero at tokens outside all sequences; end states [B, Hv, K, V] fp32).
     """
     work = _Inputs.check(q, k, v, g, beta, eps)
     grid = _Grid.over(cu_seqlens, k.shape[0], work)
@@ -132,7 +133,7 @@ def seam_outputs(
         o = torch.empty_like(local.U)
         for step, states, here in block.steps:
             before = S[states] if step == 0 else final[states]
-            # One pass over the states for both of their readers.
+            # One product reads the states once for both results.
             WS, QS = torch.bmm(local.WQ[here], before).tensor_split(2, dim=1)
             D = local.U[here] - WS
             torch.baddbmm(QS, local.A[here], D, out=o[here])
@@ -149,7 +150,7 @@ def seam_outputs(
 
 @dataclass(frozen=True)
 class _Terms:
-    """What a block of n chunks contributes, whatever its start state; see the module's equations."""
+    """The terms of a block of n chunks, which hold for any start state; see the module's equations."""
 
     U: Tensor  # [n Hv, C, V]
     W: Tensor  # [n Hv, C, K]
@@ -161,7 +162,7 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Inputs:
-    """Checked arguments of one call and the sizes derived from them."""
+    """The checked arguments of one call, and the sizes derived from them."""
 
     q: Tensor | None
     k: Tensor
@@ -197,7 +198,7 @@ class _Inputs:
         return cls(q, k, v, g, beta, eps, dtype, heads, groups, K, V)
 
     def chunk_terms(self, block: _Block) -> _Terms:
-        """The terms of the block's chunks, for all heads at once."""
+        """Return the terms of the block's chunks, for all heads at once."""
         if self.g.dim() == 3:
             return self._channel_terms(block)
         C, K, V = block.chunk, self.K, self.V
@@ -209,7 +210,7 @@ class _Inputs:
         by_group = (n, self.groups, self.heads // self.groups)
         flat = n * self.heads
 
-        # Above the diagonal the difference is positive: clamp it, so that nothing there is infinite.
+        # Above the diagonal the difference is positive: the clamp keeps it from becoming infinite.
         decay = _exp_((G[..., :, None] - G[..., None, :]).to(self.dtype).clamp_(max=0.0))
         from_start = _exp_(G.to(self.dtype))[..., None]
         to_end = decay[..., -1, :, None]
@@ -217,7 +218,7 @@ class _Inputs:
 
         gram = torch.matmul(k, k.mT).unsqueeze(2)
         L = (gram * decay).view(n, self.heads, C, C).mul_(beta).view(flat, C, C)
-        # The solver reads the part strictly below the diagonal only.
+        # The solver reads only the part strictly below the diagonal.
         eye = torch.eye(C, dtype=L.dtype, device=L.device).expand_as(L)
         inverse = torch.linalg.solve_triangular(L, eye, upper=False, unitriangular=True)
         U = torch.bmm(inverse, v.mul_(beta).view(flat, C, V))
@@ -236,7 +237,7 @@ class _Inputs:
         return _Terms(U, W, Kd, end, WQ, A)
 
     def _channel_terms(self, block: _Block) -> _Terms:
-        """The same where channels decay apart; the loop is over a chunk's tokens, for all chunks at once."""
+        """Return the terms for gates per channel; a loop runs over the tokens of all chunks in parallel."""
         C, K, V = block.chunk, self.K, self.V
         decay = _exp_(block.gather(self.g, self.dtype))
         flat = decay.shape[0] * self.heads
@@ -270,7 +271,7 @@ class _Inputs:
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """e^x for x <= 0, in place, with what is too small to matter set to 0."""
+    """Compute e^x for x <= 0 in place; results below e^-69 become 0."""
     return torch.nn.functional.threshold_(x, _LOG_TINY, float("-inf")).exp_()
 
 
@@ -279,27 +280,27 @@ def _exp_(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """A run of neighbouring chunks of a grid: which tokens they hold and which scan steps they belong to."""
+    """A series of neighbouring chunks of a grid, with their tokens and their scan steps."""
 
     chunk: int
     count: int
-    rows: slice | Tensor  # token of every place, chunk major; for a place without a token, some token
+    rows: slice | Tensor  # token of every place, chunk major; any token at an empty place
     empty: Tensor | None  # [n, 1, C] bool: places without a token; None if there are none
     steps: list[tuple[int, slice, slice]]  # (scan step, its states, its chunks here), both counted in heads
 
     def gather(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[N, H, ...] -> a new tensor [n, H, C, ...] in dtype, exactly 0 where there is no token."""
+        """Gather [N, H, ...] into a new tensor [n, H, C, ...] of `dtype`, zero where no token is."""
         picked = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         picked = picked.view(self.count, self.chunk, *picked.shape[1:]).transpose(1, 2)
-        # A copy always: callers work in place on what they get.
+        # Always a copy: callers work in place on the result.
         out = torch.empty(picked.shape, dtype=dtype, device=x.device).copy_(picked)
         if self.empty is not None:
-            # Not a product with 0: what is read here belongs to others and may be NaN.
+            # Not a product with 0: the tokens read for empty places may be NaN.
             out.masked_fill_(self.empty if out.dim() == 3 else self.empty[..., None], 0.0)
         return out
 
     def scatter(self, out: Tensor, x: Tensor) -> None:
-        """Writes x [n Hv, C, V] to the block's tokens in out [N, Hv, V]."""
+        """Write x [n Hv, C, V] to the block's tokens in out [N, Hv, V]."""
         x = x.view(self.count, -1, *x.shape[1:]).transpose(1, 2)
         if isinstance(self.rows, slice):
             out[self.rows].view(x.shape).copy_(x)
@@ -315,8 +316,8 @@ class _Block:
 class _Grid:
     """B packed sequences laid out as chunks of one length.
 
-    Sequences are ordered by falling length ("rank") and chunks by (position in the sequence, rank): the
-    chunks that one scan step treats lie side by side, and so do the states they belong to.
+    Sequences are sorted by falling length ("rank"), chunks by (position in the sequence, rank): the chunks of
+    one scan step lie side by side, and so do their states.
     """
 
     chunk: int
@@ -346,7 +347,7 @@ class _Grid:
             counts.append(alive)
         elements = work.heads * C * (2 * work.K + 2 * work.V + 2 * C)
         if work.q is not None:
-            elements += 2 * work.heads * work.K * work.V  # seams: a state or two for nearly every chunk
+            elements += 2 * work.heads * work.K * work.V  # seam outputs hold up to two states per chunk
         limit = _BLOCK_BYTES_CPU if on_cpu else _BLOCK_BYTES_DEVICE
         block = max(1, limit // (elements * work.dtype.itemsize))
         order = None if ranks == list(range(len(ranks))) else ranks
@@ -355,11 +356,11 @@ class _Grid:
         )
 
     def states_at(self, step: int) -> int:
-        """How many states (the first ones) have a chunk at this scan step."""
+        """Return the number of states, from the first, that have a chunk at this scan step."""
         return (self.counts[step] if step < len(self.counts) else 0) * self.heads
 
     def blocks(self) -> Iterator[_Block]:
-        """All chunks, in scan order."""
+        """Yield all chunks in blocks, in scan order."""
         start, length = torch.tensor(self.starts), torch.tensor(self.lengths)
         places = torch.arange(self.chunk)
         if len(self.starts) == 1:
@@ -391,7 +392,7 @@ class _Grid:
             begin += count
 
     def load(self, given: Tensor | None, M: int, dtype: torch.dtype, name: str, copy: bool = True) -> Tensor:
-        """States [B, Hv, K, M] -> [B Hv, K, M] by rank, zeros if none given; `copy`: never the caller's."""
+        """Return states [B, Hv, K, M] as [B Hv, K, M] by rank, or zeros; `copy`: never share memory."""
         shape = (len(self.starts), self.heads, self.K, M)
         if given is None:
             return torch.zeros(shape, dtype=dtype, device=self.device).flatten(0, 1)
@@ -402,7 +403,7 @@ class _Grid:
         return state.contiguous().flatten(0, 1)
 
     def store(self, states: Tensor) -> Tensor:
-        """The inverse of `load`."""
+        """Return states in the sequences' order: the inverse of `load`."""
         states = states.view(len(self.starts), self.heads, self.K, states.shape[-1])
         if self.order is None:
             return states

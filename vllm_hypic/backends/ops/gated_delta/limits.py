@@ -1,4 +1,4 @@
-"""Which layers the Triton kernels serve. Imports no Triton: CPU installations have none."""
+"""The check whether the Triton kernels serve a layer. Imports no Triton: CPU installations have none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEAD_SIZES = (16, 32, 64, 128)
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
-    """Why the Triton operators do not serve such a layer, or `None`: they do."""
+    """Return the reason why the Triton operators do not serve the layer, or `None` if they do."""
     if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
         return reason
     if weights.largest_beta != 1:

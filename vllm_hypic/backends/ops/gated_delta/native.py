@@ -14,7 +14,7 @@ STATES = (torch.float32,)
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
-    """Why the C++ operators do not serve such a layer, or `None`: they do."""
+    """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
     if weights.gates_given:
         return "gates that are log decays and write strengths already"
     return native_layer.refuses(caches.conv.dtype, caches.state, STATES, len(weights.weight))

@@ -1,4 +1,4 @@
-"""Gated delta rule as a plain token loop in float64: what every other version is measured against."""
+"""Gated delta rule as a plain token loop in float64, the reference for all other versions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
 
 
 def l2_eps(device: torch.device) -> float:
-    """The epsilon vLLM 0.32 adds to sum(x^2) when it l2-normalises q and k.
+    """Return the epsilon that vLLM 0.32 adds to sum(x^2) when it l2-normalises q and k.
 
-    Its CPU operators (prefill, decode and multi-token alike) use 1e-5, its CUDA kernels 1e-6. A record must
-    be computed with the value of the engine that reads it: for keys of norm 1e-2 the two differ by 4 %.
+    vLLM's CPU operators (prefill, decode and multi-token alike) use 1e-5, its CUDA kernels 1e-6. The
+    computation of a record must use the epsilon of the engine that reads the record: for keys of norm 1e-2,
+    results differ by 4 %.
     """
     return 1e-5 if device.type == "cpu" else 1e-6
 
 
 @dataclass(frozen=True)
 class DeltaTokens:
-    """Inputs of the rule for n tokens; a slice cuts the tokens.
+    """Inputs of the rule for n tokens; a slice selects tokens.
 
     q, k      [n, Hk, K]  neither normalised nor scaled
     v         [n, Hv, V]
-    g, beta   [n, Hv]     log decay, write strength; g may be of channels, [n, Hv, K]
+    g, beta   [n, Hv]     log decay, write strength; g per channel: [n, Hv, K]
     eps       of the l2 norm
     """
 
@@ -47,7 +48,7 @@ class DeltaTokens:
         return replace(self, **cut)
 
     def state(self, before: Tensor | None = None) -> Tensor:
-        """State [Hv, K, V] float64 after the tokens; `before` them it is zero if not given."""
+        """Return the state [Hv, K, V] float64 after the tokens, from state `before`, or from zero."""
         start = self.v.new_zeros(self.v.shape[1], self.k.shape[2], self.v.shape[2])
         start = start if before is None else before
         _, after = seam_outputs(
@@ -56,7 +57,7 @@ class DeltaTokens:
         return after[0]
 
     def transition(self) -> Tensor:
-        """T [Hv, K, K] float64 of the tokens."""
+        """Return T [Hv, K, K] float64 of the tokens."""
         T, _ = segment_summary(self.k, self.v, self.g, self.beta, [0, len(self)], eps=self.eps)
         return T[0]
 
@@ -71,7 +72,7 @@ def segment_summary(
     *,
     eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and meaning as `chunk.segment_summary`; returns float64."""
+    """Summarise sequences as `chunk.segment_summary` does, with the same arguments; return float64."""
     eps = l2_eps(k.device) if eps is None else eps
     bounds = [int(x) for x in cu_seqlens]
     batch, heads, width = len(bounds) - 1, v.shape[1], k.shape[2]
@@ -86,7 +87,7 @@ def segment_summary(
     for b, (lo, hi) in enumerate(pairwise(bounds)):
         for t in range(lo, hi):
             state[b] = _step(state[b], key[t], v[t].double(), g[t].double(), beta[t].double())
-            # T obeys the recurrence of the state itself with v = 0: its columns are states.
+            # T follows the state's recurrence with v = 0: the columns of T are states.
             transition[b] = _step(transition[b], key[t], zero, g[t].double(), beta[t].double())
     return transition, state
 
@@ -102,7 +103,7 @@ def seam_outputs(
     *,
     eps: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same arguments and meaning as `chunk.seam_outputs`; returns float64."""
+    """Compute outputs as `chunk.seam_outputs` does, with the same arguments; return float64."""
     eps = l2_eps(k.device) if eps is None else eps
     bounds = [int(x) for x in cu_seqlens]
     heads, width = v.shape[1], k.shape[2]
@@ -118,7 +119,7 @@ def seam_outputs(
 
 
 def _step(state: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """One token: state [H, K, V], key [H, K], value [H, V], g [H] or [H, K], beta [H]."""
+    """Return `state` [H, K, V] after a token: key [H, K], value [H, V], g [H] or [H, K], beta [H]."""
     state = state * g.exp().view(len(g), -1, 1)
     write = beta[:, None] * (value - torch.einsum("hk,hkv->hv", key, state))
     return state + key[:, :, None] * write[:, None, :]
@@ -129,7 +130,7 @@ def _l2norm(x: Tensor, eps: float) -> Tensor:
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
-    """[N, Hk, K] -> [N, heads, K]; value head h reads key head h // (heads / Hk)."""
+    """Repeat key heads, [N, Hk, K] -> [N, heads, K]: value head h reads key head h // (heads / Hk)."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -146,7 +147,7 @@ def gdn_segments(
     carries: Sequence[Carry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
-    """See the package. S from zero is a scan of its own here, and T is never given up on the way."""
+    """See the package. Here S from zero has a scan of its own, and every T is computed to its end."""
     for r in unpack(rows, SegmentRow):
         layer = _Layer(x, weights, caches, r.batch_row, bool(r.resumed))
         layer.run(r.first, r.begin, out)
@@ -224,7 +225,7 @@ def gdn_compose(
 
 
 class _Layer:
-    """One request's walk through a layer: its state and the last inputs of its convolution."""
+    """One request's walk through a layer: its state and its convolution's last inputs."""
 
     def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
         self.x, self.weights, self.caches = x, weights, caches
@@ -238,14 +239,14 @@ class _Layer:
             pass
 
     def run_each(self, first: int, stop: int, out: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Writes the outputs of rows [first, stop); gives q, k, v, g, beta of each of them."""
+        """Run rows [first, stop) and write their outputs; yield q, k, v, g, beta of each row."""
         w, mixed = self.weights, self.x.mixed[first:stop]
         heads, K, V = self.state.shape
         rows = torch.cat([self.context, mixed.double()])
         taps = len(w.weight)
         total = sum(rows[i : i + stop - first] * w.weight[i].double() for i in range(taps))
         total = total + (0 if w.bias is None else w.bias.double())
-        # The stock convolution hands its result on in its input's type.
+        # The stock convolution returns its result in its input's dtype.
         convolved = torch.nn.functional.silu(total).to(mixed.dtype).double()
         self.context = rows[len(rows) - (taps - 1) :]
         keys = w.key_heads * K

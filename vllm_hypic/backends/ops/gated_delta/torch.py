@@ -1,6 +1,6 @@
-"""The layer operators in PyTorch: wherever the C++ ones do not serve.
+"""The layer operators in PyTorch, for layers that neither the C++ nor the Triton operators serve.
 
-Summaries and outputs come from `chunk`, whose calls take many pieces of token rows at once.
+`chunk` computes summaries and outputs; each call takes many pieces of token rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _summarise(
     eps: float,
     dead_below: float,
 ) -> None:
-    """The record of an interior that ends here, or what it carries on; `head` and `end`: states around it."""
+    """Write the record or the carry of the interior; `head` and `end` are the states before and behind it."""
     if r.leading:
         if r.ends:
             records.state[r.slot] = end
@@ -74,7 +74,7 @@ def _summarise(
     if not r.begins:
         carry = carries[r.carry]
         alive = (carry.alive > 0)[:, None, None]
-        # What a dead head carries was never written.
+        # The carry of a dead head is uninitialised.
         before = torch.where(alive, carry.transition, 0.0)
         head = torch.where(alive, carry.head, 0.0) if r.has_head else torch.zeros_like(end)
     bounds = [0, len(tokens.k)]
@@ -99,8 +99,8 @@ def gdn_compose(
 ) -> None:
     """See the package.
 
-    Zero-start summaries of the pieces that others follow in one call, a loop over the records, and the
-    outputs of all pieces in a second call.
+    One call computes the zero-start summaries of all pieces before other steps, a loop applies the records,
+    and a second call computes the outputs of all pieces.
     """
     operations = unpack(ops, ComposeOp)
     walks = [_Walk.of(r, operations, x, weights, caches, records) for r in unpack(rows, ComposeRow)]
@@ -128,8 +128,8 @@ def gdn_compose(
 
 @dataclass
 class _Piece:
-    """Rows [first, first + count) behind `context` [taps - 1, channels]; `summed`: the walk goes on from the
-    state behind them; `open`: nothing follows, so that their end state is the request's."""
+    """Rows [first, first + count) behind `context` [taps - 1, channels]. `summed`: later steps need the state
+    behind the rows; `open`: no step follows, so the end state of the rows is the request's."""
 
     context: Tensor
     first: int
@@ -139,14 +139,14 @@ class _Piece:
     number: int = -1
 
     def context_at(self, x: Inputs, row: int) -> Tensor:
-        """The convolution's context of a row."""
+        """Return the last taps - 1 inputs before `row`."""
         rows = torch.cat([self.context, x.mixed[self.first : row]])
         return rows[len(rows) - len(self.context) :]
 
 
 @dataclass
 class _Walk:
-    """A composed request: its pieces, what stands between them, and the context after the last."""
+    """The walk of a composed request: its pieces, operations between them, and the context at its end."""
 
     slot: int
     state: Tensor
@@ -182,7 +182,7 @@ class _Walk:
         return _Walk(slot, state, steps, context)
 
     def compose(self, records: Records, transition: Tensor, zero_start: Tensor, starts: Tensor) -> Tensor:
-        """Fill in the start states of the pieces; the state after the last record."""
+        """Write the start states of the pieces into `starts`; return the state after the last record."""
         state = self.state
         for step in self.steps:
             if isinstance(step, _Piece):
@@ -208,10 +208,10 @@ def _applied(records: Records, op: ComposeOp, state: Tensor) -> Tensor:
 
 
 def _start(caches: Caches, slot: int, resumed: int) -> tuple[Tensor, Tensor]:
-    """The convolution's context and the state that a request starts from."""
+    """Return the convolution's context and the state from which a request starts."""
     context, state = caches.conv[slot], caches.state[slot].float()
     if resumed:
-        # Copies: the caches are written before all is read.
+        # Copies: callers write the caches before they read everything.
         return context.clone(), state.clone()
     return torch.zeros_like(context), torch.zeros_like(state)
 
@@ -235,9 +235,9 @@ class _Tokens:
 
     @staticmethod
     def of(pieces: Sequence[_Piece], x: Inputs, weights: Weights, caches: Caches) -> _Tokens:
-        """Tokens of all pieces, in order.
+        """Return the tokens of all pieces, in order.
 
-        Their rows, each piece behind its context, make one sequence, so that one convolution serves all.
+        One convolution runs over a single sequence, in which each piece stands behind its context.
         """
         heads, K, V = caches.state.shape[1:]
         device, mixed = x.mixed.device, x.mixed
@@ -257,13 +257,13 @@ class _Tokens:
 
 
 _CONV_BLOCK = 128
-"""Rows per block: a block's float32 temporaries stay in the core's cache."""
+"""Rows per block: the float32 temporaries of a block stay in the core's cache."""
 
 
 def _causal_conv(rows: Tensor, weights: Weights) -> Tensor:
-    """SiLU of the depthwise causal convolution of `rows` [n, channels], in their dtype.
+    """Return SiLU of the depthwise causal convolution of `rows` [n, channels], in their dtype.
 
-    Returns [n - taps + 1, channels]: row i is the output at input row i + taps - 1.
+    The result is [n - taps + 1, channels]: row i is the output at input row i + taps - 1.
     """
     taps = weights.weight
     k = len(taps)

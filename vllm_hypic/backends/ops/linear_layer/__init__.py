@@ -1,1 +1,1 @@
-"""What the operators of linear layers share for CUDA: `limits`, and `triton`, which imports Triton."""
+"""Code that the operators of linear layers share on CUDA: `limits`, and `triton`, which imports Triton."""

@@ -1,4 +1,4 @@
-"""Which linear layers Triton kernels serve. Imports no Triton: CPU installations have none."""
+"""The check whether Triton kernels serve a linear layer. Imports no Triton: CPU installations have none."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ TAPS = range(2, 5)
 STATES = (torch.float32, torch.bfloat16, torch.float16)
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 CAPABILITY = (8, 0)
-"""TF32 and bf16 on tensor cores."""
+"""Lowest compute capability with TF32 and bf16 on tensor cores."""
 
 
 def refuses(taps: int, conv: Tensor, state: Tensor) -> str | None:
-    """Why they do not serve a layer with a convolution of `taps` and such caches in vLLM, or `None`.
+    """Return why Triton kernels do not serve a layer with a convolution of `taps` and these vLLM caches, or
+    `None` if they do.
 
-    What its heads may be is the family's own.
+    Each family checks its own head sizes.
     """
     device = state.device
     if device.type != "cuda":

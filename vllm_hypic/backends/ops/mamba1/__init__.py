@@ -1,4 +1,4 @@
-"""Mamba1, the selective scan: a layer's work on rows that position-independent caching treats itself.
+"""Mamba1, the selective scan: a layer's work on rows of segment and composed requests.
 
 Per channel c the state S [N] follows, token by token,
 
@@ -7,27 +7,27 @@ Per channel c the state S [N] follows, token by token,
     y_t = (S . C_t + D x_t) silu(gate_t)
 
 with A < 0 [channels, N] and B_t and C_t [N] that all channels share. A run of tokens is therefore the affine
-map S_after = T S_before + S_zero with a diagonal T = e^{A (d_1 + ... + d_n)}. All of it follows from one
-number a channel, the sum of the step sizes: the time that *elapsed*. T underflows in long runs, the sum does
-not, so the sum is what is kept.
+map S_after = T S_before + S_zero with a diagonal T = e^{A (d_1 + ... + d_n)}. One number per channel gives
+all of T: `elapsed`, the sum of the step sizes. In long runs T underflows and the sum does not, so records
+keep the sum.
 
-x is the convolution's output, from which the layer projects dt, B and C: so the convolution, whose records'
-tails `ops.short_conv` composes, has run before.
+x is the convolution's output, from which the layer projects dt, B and C. So the convolution runs before these
+operators; `ops.short_conv` composes the tails of its records.
 
-Two operators, each with one signature in `reference` (float64), `torch` and `native` (C++); `arguments` and
-`ops.program` say what they take. Both read and write vLLM's cache as a stock operator does, so a request may
-go on from one to the other, in any number of passes. In C++ nothing depends on where passes end, but for the
-roundings of a cache of half the bits.
+The package has two operators, each with one signature in `reference` (float64), `torch` and `native` (C++);
+`arguments` and `ops.program` define the arguments. Both operators read and write vLLM's cache as a stock
+operator does, so a request may alternate between these and stock operators, in any number of passes. In C++
+the ends of passes change no result, except that a 16-bit cache rounds the states.
 
 `mamba1_segments(x, weights, caches, out, records, rows, carries)`
-    Rows of segment requests: outputs, running state and, of the interior, what elapsed and the record, whose
-    state is a second scan from zero by the same decays. A leading record's state is the running one, and what
-    elapsed is infinite: T is zero.
+    Runs rows of segment requests: writes outputs, the running state and, for the interior, `elapsed` and the
+    record. A second scan from zero by the same decays gives the record's state. A leading record holds the
+    running state, and its `elapsed` is infinite: T is zero.
 
 `mamba1_compose(x, weights, caches, out, records, rows, ops)`
-    Rows of composed requests, with records applied between them; or of any others, with none.
+    Runs rows of composed requests and applies records between them, or runs rows of requests without records.
 
-`out` [rows, channels] is what the layer's output projection takes.
+The layer's output projection takes `out` [rows, channels].
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ __all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose"]
 
 
 def choose(x: Inputs, caches: Caches) -> ModuleType:
-    """The fastest module of the two operators that serves this layer."""
+    """Return the fastest module of the two operators that serves this layer."""
     return torch_ops if native.refuses(x.x.dtype, caches.state) else native

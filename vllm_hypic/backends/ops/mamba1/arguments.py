@@ -1,4 +1,4 @@
-"""What the layer operators take: a layer's inputs, its cache in vLLM, its records, what is carried."""
+"""Arguments of the layer operators: a layer's inputs, its cache in vLLM, its records and its carries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Weights:
 
     @staticmethod
     def prepare(A: Tensor, dt_bias: Tensor | None, D: Tensor) -> Weights:
-        """Weights from the model's parameters; `A` is negative already."""
+        """Return weights from the model's parameters; `A` is already negative."""
         bias = torch.zeros_like(D) if dt_bias is None else dt_bias
         return Weights(*(t.detach().float().contiguous() for t in (A, bias, D)))
 
@@ -39,8 +39,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Caches:
-    """vLLM's: `slots` int32 by batch row, and by slot `state` [channels, N] fp32, bf16 or fp16, to which
-    states are rounded at the end of a pass.  Slots may be strided."""
+    """vLLM's cache: `slots` int32 by batch row, and by slot `state` [channels, N] fp32, bf16 or fp16.  States
+    are rounded to that dtype at the end of a pass.  Slots may be strided."""
 
     slots: Tensor
     state: Tensor
@@ -59,13 +59,13 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class Carry:
-    """What an interior carries between passes: of its rows so far `elapsed` [channels] fp64 and `state`
-    [channels, N] fp32, the one they lead to from zero."""
+    """The part of an interior that earlier passes computed, carried to the next pass: `elapsed` [channels]
+    fp64 of the interior's rows so far, and `state` [channels, N] fp32, their end state from zero."""
 
     elapsed: Tensor
     state: Tensor
 
     @staticmethod
     def beside(states: Tensor) -> Carry:
-        """A carry of a layer whose records have `states` [slots, channels, N]; uninitialised."""
+        """Return an uninitialised carry for a layer whose records have `states` [slots, channels, N]."""
         return Carry(states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0]))

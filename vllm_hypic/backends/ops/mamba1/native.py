@@ -14,8 +14,8 @@ CHANNEL_MULTIPLE, STATE_MULTIPLE = 16, 4
 
 
 def refuses(inputs: torch.dtype, state: Tensor) -> str | None:
-    """Why the C++ operators do not serve a layer with inputs of this dtype and vLLM's `state` [slots,
-    channels, N], or `None`: they do."""
+    """Return the reason why the C++ operators do not serve a layer with inputs of this dtype and vLLM's
+    `state` [slots, channels, N], or `None` if they do."""
     channels, N = state.shape[1:]
     if state.device.type != "cpu":
         return f"{state.device.type} tensors"
@@ -59,6 +59,6 @@ def mamba1_compose(
 
 
 def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
-    # All channels read B and C: converted once, not by each block of them.
+    # All blocks of channels read B and C: one conversion here serves them all.
     shared = x.B.float().contiguous(), x.C.float().contiguous()
     return x.x, x.dt, x.gate, *shared, w.rate, w.dt_bias, w.D, caches.slots, caches.state, out

@@ -1,4 +1,4 @@
-"""Mamba1 as a plain token loop in float64: what every other version is measured against."""
+"""Mamba1 as a plain token loop in float64, the reference for all other versions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
 def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The recurrence over n tokens.
+    """Run the recurrence over n tokens.
 
     x, d   [n, channels]  d: step sizes, behind softplus
     A      [channels, N]
     B, C   [n, N]
     state  [channels, N]  before the tokens
 
-    Returns (S . C [n, channels], state after them), in the state's dtype.
+    Returns (S . C [n, channels], state after the tokens), in the state's dtype.
     """
     y, S = torch.zeros_like(d), state
     for t in range(len(x)):
@@ -31,7 +31,7 @@ def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -
 
 
 class Walk:
-    """One request's walk through a layer: its state; of its interior the state from zero and what elapsed.
+    """One request's walk through a layer: the state and, for the interior, state from zero and `elapsed`.
 
     Computes in `dtype` by `scan`.
     """
@@ -52,13 +52,13 @@ class Walk:
         self.state = state if resumed else torch.zeros_like(state)
 
     def begin(self, carry: Carry | None) -> None:
-        """`None`: the interior begins here."""
+        """Begin the interior (`None`), or continue it from the carry of an earlier pass."""
         self.alone = torch.zeros_like(self.state) if carry is None else carry.state.to(self.dtype)
         elapsed = torch.zeros(len(self.state), dtype=torch.float64)
         self.elapsed = elapsed if carry is None else carry.elapsed
 
     def run(self, first: int, stop: int, *, interior: bool = False) -> None:
-        """Writes the outputs of rows [first, stop)."""
+        """Run rows [first, stop) and write their outputs."""
         w, rows = self.weights, slice(first, stop)
         x, gate, B, C = (t[rows].to(self.dtype) for t in (self.x.x, self.x.gate, self.x.B, self.x.C))
         d = F.softplus(self.x.dt[rows].to(self.dtype) + w.dt_bias.to(self.dtype))
@@ -76,7 +76,7 @@ class Walk:
         carry.elapsed[:], carry.state[:] = self.elapsed, self.alone
 
     def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
-        """S <- T S + record, or as `mode` says."""
+        """Apply the record as `mode` says, by S <- T S + record for a transition."""
         after = records.state[slot].to(self.dtype)
         if mode == Mode.ADD:
             after = after + self.state

@@ -1,5 +1,4 @@
-"""The layer operators in PyTorch: the reference's walk in float32, with the decays of many tokens computed at
-once."""
+"""The layer operators in PyTorch: the reference's walk in float32, with decays computed for many tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +10,13 @@ from torch import Tensor
 from . import reference
 
 _CHUNK_ELEMENTS = 1 << 20
-"""Elements of the decays that are computed at once: 4 MB in float32, which a CPU's caches hold."""
+"""Elements of the decays that a step computes at once: 4 MB in float32, which fit into a CPU's caches."""
 
 
 def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs ``[rows, channels]`` of ``x``, steps ``d [rows, channels]``, ``A [channels, N]``, ``B``,
-    ``C [rows, N]`` from ``state [channels, N]``, and the state behind them; of one dtype."""
+    """Run the recurrence over ``x``, step sizes ``d [rows, channels]``, ``A [channels, N]`` and ``B``,
+    ``C [rows, N]`` from ``state [channels, N]``.  Returns outputs ``[rows, channels]`` and the state behind
+    the rows, in the inputs' one dtype."""
     y = torch.empty_like(d)
     length = max(1, _CHUNK_ELEMENTS // A.numel())
     for first in range(0, len(x), length):
@@ -30,8 +30,7 @@ def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -
 
 
 class _Walk(reference.Walk):
-    """The reference's walk over rows and records, with :func:`scan`; in float32, or float64 where inputs
-    are."""
+    """The reference's walk with :func:`scan`, in float32, or in float64 if the inputs are float64."""
 
     scan = staticmethod(scan)
 

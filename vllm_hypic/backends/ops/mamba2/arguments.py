@@ -1,4 +1,4 @@
-"""What the layer operators take: a layer's inputs, its caches in vLLM, its records, what is carried."""
+"""Arguments of the layer operators: a layer's inputs, its caches in vLLM, its records and its carries."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Weights:
     def prepare(
         weight: Tensor, bias: Tensor | None, A: Tensor, dt_bias: Tensor, D: Tensor, groups: int
     ) -> Weights:
-        """Weights from the model's parameters; its convolution's weight is [channels, taps], `A` is negative
-        already."""
+        """Return weights from the model's parameters; the model's convolution weight is [channels, taps], and
+        `A` is already negative."""
         return Weights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
@@ -46,22 +46,22 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass: `mixed` [rows, channels] before the convolution, `dt` [rows, H] before its bias
-    and softplus."""
+    """Token rows of a pass: `mixed` [rows, channels] before the convolution, and `dt` [rows, H] before its
+    bias and softplus."""
 
     mixed: Tensor
     dt: Tensor
 
     def part(self, tokens: slice | Tensor) -> Inputs:
-        """These rows alone."""
+        """Return the inputs of these rows."""
         return Inputs(self.mixed[tokens], self.dt[tokens])
 
 
 @dataclass(frozen=True)
 class Caches:
-    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs of the
-    convolution, and `state` [H, P, N] fp32, bf16 or fp16, to which states are rounded at the end of a pass.
-    They may be strided but for the inner parts of `state`."""
+    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the convolution's
+    last inputs, and `state` [H, P, N] fp32, bf16 or fp16. States are rounded to that dtype at the end of a
+    pass. The caches may be strided, except for the inner parts of `state`."""
 
     slots: Tensor
     conv: Tensor
@@ -84,13 +84,13 @@ class Records(Protocol):
 
 @dataclass(frozen=True)
 class Carry:
-    """What an interior carries between passes: of its rows so far `log_transition` [H] fp64 and `state`
-    [H, P, N] fp32, the one they lead to from zero."""
+    """The part of an interior that earlier passes computed, carried to the next pass: `log_transition` [H]
+    fp64 of the interior's rows so far, and `state` [H, P, N] fp32, their end state from zero."""
 
     log_transition: Tensor
     state: Tensor
 
     @staticmethod
     def beside(states: Tensor) -> Carry:
-        """A carry of a layer whose records have `states` [slots, H, P, N]; uninitialised."""
+        """Return an uninitialised carry for a layer whose records have `states` [slots, H, P, N]."""
         return Carry(states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0]))

@@ -1,4 +1,4 @@
-"""Which layers the Triton kernels serve. Imports no Triton: CPU installations have none."""
+"""The check whether the Triton kernels serve a layer. Imports no Triton: CPU installations have none."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from ..linear_layer import limits
 from .arguments import Caches, Weights
 
 STATE_SIZES = (16, 32, 64, 128, 256)
-"""N: kernels hold it as a whole."""
+"""Sizes N of states: kernels hold all N rows at once."""
 HEAD_MULTIPLE = 16
-"""P is cut into blocks of so many columns."""
+"""Divisor of P: kernels cut P into blocks of columns."""
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
-    """Why the Triton operators do not serve such a layer, or `None`: they do."""
+    """Return the reason why the Triton operators do not serve the layer, or `None` if they do."""
     if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
         return reason
     heads, P, N = caches.state.shape[1:]

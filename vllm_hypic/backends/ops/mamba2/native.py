@@ -11,7 +11,7 @@ from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
 def refuses(weights: Weights, caches: Caches) -> str | None:
-    """Why the C++ operators do not serve such a layer, or `None`: they do."""
+    """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
     return native_layer.refuses(caches.conv.dtype, caches.state, taps=len(weights.weight))
 
 

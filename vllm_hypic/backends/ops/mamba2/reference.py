@@ -1,4 +1,4 @@
-"""Mamba2 as a plain token loop in float64: what every other version is measured against."""
+"""Mamba2 as a plain token loop in float64, the reference for all other versions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .arguments import Caches, Carry, Inputs, Records, Weights
 
 
 def activated(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """SiLU of the convolution's sums as vLLM 0.32's hands it on: rounded to its input's type.
+    """Return SiLU of the convolution's sums, rounded to the input's `dtype` as vLLM 0.32 rounds it.
 
-    Its CPU operator for prefill rounds the sums, too; that for decode does not, nor do those for CUDA.
+    On CPUs vLLM's prefill operator also rounds the sums; its decode operator and its CUDA operators do not.
     """
     return F.silu(total.to(dtype).to(total.dtype) if total.device.type == "cpu" else total).to(dtype)
 
@@ -24,7 +24,7 @@ def activated(total: Tensor, dtype: torch.dtype) -> Tensor:
 def scan(
     x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence over n tokens in float64.
+    """Run the recurrence over n tokens in float64.
 
     x      [n, H, P]
     d      [n, H]     step sizes, behind softplus
@@ -32,7 +32,7 @@ def scan(
     B, C   [n, G, N]
     state  [H, P, N]  before the tokens
 
-    Returns (y [n, H, P], state after them).
+    Returns (y [n, H, P], state after the tokens).
     """
     x, d, A, B, C, D = (t.double() for t in (x, d, A, B, C, D))
     y, S = torch.zeros_like(x), state.double()
@@ -45,13 +45,13 @@ def scan(
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
-    """[n, G, N] -> [n, heads, N]."""
+    """Repeat each group for its heads: [n, G, N] -> [n, heads, N]."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 class _Walk:
-    """One request's walk through a layer: its state and the last inputs of its convolution; of its interior
-    the state from zero and log T."""
+    """One request's walk through a layer: its state and its convolution's last inputs; for the interior, the
+    state from zero and log T."""
 
     def __init__(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor) -> None:
         self.x, self.weights, self.caches, self.out = x, weights, caches, out
@@ -94,7 +94,7 @@ class _Walk:
         carry.log_transition[:], carry.state[:] = self.log_transition, self.alone
 
     def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
-        """S <- T S + record, or as `mode` says; the convolution goes on from the record's last inputs."""
+        """Apply the record as `mode` says (transition: S <- T S + record), and replace the last inputs."""
         after = records.state[slot].double()
         if mode == Mode.ADD:
             after = after + self.state

@@ -5,8 +5,8 @@ A chunk of n tokens that starts from state S [P, N], with G_t = A (d_1 + ... + d
     y_t  = e^{G_t} S C_t + sum_{s <= t} e^{G_t - G_s} d_s (C_t . B_s) x_s + D x_t
     S'   = e^{G_n} S + U        with U = sum_s e^{G_n - G_s} d_s x_s B_s^T
 
-The sums do not depend on S, so they are computed for many chunks of all requests at once, and so is what S
-adds to the outputs; between the two a walk over the chunks moves the states on, elementwise.
+The sums do not depend on S, so the code computes them for many chunks of all requests at once. A walk over
+the chunks then computes each start state elementwise, and one step adds the states' terms to all outputs.
 
 Gates enter as differences G_t - G_s <= 0 only, taken in float64, so no gate overflows and strong gates cost
 no accuracy.
@@ -30,7 +30,7 @@ from .reference import activated
 _CHUNK = 64
 _BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
-"""How much of the chunks' tensors to hold at once: what fits a CPU's caches, what fills a GPU."""
+"""Bytes of the chunks' tensors held at once: on a CPU, to fit the caches; on a GPU, to fill the GPU."""
 
 
 def mamba2_segments(
@@ -88,11 +88,11 @@ def mamba2_compose(
 
 @dataclass
 class _Walk:
-    """A request's way through the layer.
+    """A request's walk through the layer.
 
-    context  [taps - 1, channels]  what its convolution sees before the next rows; runs ahead of the rest
+    context  [taps - 1, channels]  the convolution's inputs before the next rows; runs ahead of other fields
     state    [H, P, N]
-    alone    the same from zero over the interior's rows, whose log T is `log` [H] float64; None: no interior
+    alone    [H, P, N] from zero over the interior's rows, whose log T is `log` [H] float64; else `None`
     """
 
     slot: int
@@ -103,7 +103,7 @@ class _Walk:
     kept: Tensor | None = None
 
     def advance(self, log_decay: Tensor, decay: Tensor, added: Tensor) -> None:
-        """Over a chunk: log_decay [H] float64, decay [H, 1, 1], added [H, P, N]."""
+        """Advance over a chunk: log_decay [H] float64, decay [H, 1, 1], added [H, P, N]."""
         self.state = torch.addcmul(added, decay, self.state)
         if self.alone is not None and self.log is not None:
             self.alone = torch.addcmul(added, decay, self.alone)
@@ -114,7 +114,7 @@ class _Walk:
             self.alone = torch.zeros_like(self.state)
             self.log = self.state.new_zeros(len(self.state), dtype=torch.float64)
         else:
-            # A copy of the one that `pause` writes to; the other is replaced, not changed.
+            # Copy log T, for `pause` writes to the carry; `advance` replaces the state and never changes it.
             self.alone, self.log = carry.state.to(self.state.dtype), carry.log_transition.clone()
 
     def pause(self, carry: Carry) -> None:
@@ -154,8 +154,8 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows [first, first + count) of a walk; `context`: what the convolution sees before them, where that is
-    not the rows before them."""
+    """Rows [first, first + count) of a walk; `context`: the convolution's inputs before the rows, or `None`
+    if the inputs are the rows before."""
 
     walk: _Walk
     first: int
@@ -168,11 +168,11 @@ Step = _Chunk | Callable[[], None]
 
 @dataclass(frozen=True)
 class _Terms:
-    """What n chunks of C rows, some of them empty, contribute whatever their start states.
+    """Terms of n chunks of C rows that do not depend on the start states; some rows are empty.
 
-    row    [n, C]              of the batch; of an empty one, some row of its chunk
-    full   [n, C]              it is none of the empty ones
-    y      [n, H, C, P]        outputs but for the start state's part
+    row    [n, C]              batch row; for an empty row, some row of its chunk
+    full   [n, C]              whether the row is not empty
+    y      [n, H, C, P]        outputs without the start state's term
     C      [n, G, C, N]
     G      [n, H, C]           float64
     U      [n, H, P, N]
@@ -188,7 +188,7 @@ class _Terms:
 
 @dataclass
 class _Run:
-    """A call of an operator: steps of all requests, in order."""
+    """One call of an operator: the steps of all requests, in order."""
 
     x: Inputs
     weights: Weights
@@ -199,7 +199,7 @@ class _Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type in which states are computed: that of the records'."""
+        """The dtype of computed states: the dtype of the records' states."""
         return self.records.state.dtype
 
     def start(self, batch_row: int, resumed: int) -> _Walk:
@@ -207,7 +207,7 @@ class _Run:
         context, state = self.caches.conv[slot], self.caches.state[slot]
         if not resumed:
             return _Walk(slot, torch.zeros_like(context), torch.zeros_like(state, dtype=self.dtype))
-        # Copies: the caches are written before all is read.
+        # Copies: steps write the caches before other steps read them.
         return _Walk(slot, context.clone(), state.to(self.dtype, copy=True))
 
     def rows(self, walk: _Walk, first: int, stop: int) -> None:
@@ -249,8 +249,8 @@ class _Run:
                 self._write(terms, torch.stack(starts))
 
     def _blocks(self) -> Iterator[list[Step]]:
-        """The steps, cut so that a block's chunks fill what memory there is and not more than half of it with
-        empty rows."""
+        """Yield the steps in blocks: a block's chunks fill the memory limit, and empty rows take at most
+        about half of a block."""
         heads, P, N = self.caches.state.shape[1:]
         state = 3 * heads * P * N
         limit = _BLOCK_BYTES_CPU if self.x.mixed.device.type == "cpu" else _BLOCK_BYTES_DEVICE
@@ -284,7 +284,7 @@ class _Run:
         d = d.masked_fill_(~full[:, :, None], 0.0).transpose(1, 2)  # [n, H, C]
         G = (w.rate.double()[:, None] * d).cumsum(-1)
 
-        # Above the diagonal the difference is positive: clamp it, so that nothing there is infinite.
+        # Above the diagonal the difference is positive: the clamp keeps it from becoming infinite.
         decay = exp_((G[..., :, None] - G[..., None, :]).clamp_(max=0.0).to(dtype))
         by_group = (len(chunks), w.groups, heads // w.groups)
         scores = torch.matmul(C, B.mT).unsqueeze(2) * decay.view(*by_group, longest, longest)
@@ -296,7 +296,7 @@ class _Run:
         return _Terms(row, full, y, C, G, U.view(len(chunks), heads, P, N))
 
     def _convolved(self, chunks: Sequence[_Chunk], row: Tensor) -> Tensor:
-        """x, B and C of the chunks' rows [n, C], in the inputs' dtype: [n, C, channels]."""
+        """Return x, B and C of the chunks' rows [n, C], in the inputs' dtype: [n, C, channels]."""
         w, mixed = self.weights, self.x.mixed
         taps, length = len(w.weight), row.shape[1]
         before = row[:, :1] - torch.arange(taps - 1, 0, -1, device=row.device)
@@ -314,7 +314,7 @@ class _Run:
         return activated(total, mixed.dtype)
 
     def _write(self, terms: _Terms, starts: Tensor) -> None:
-        """The outputs of the chunks that start from `starts` [n, H, P, N]."""
+        """Write the outputs of the chunks that start from `starts` [n, H, P, N]."""
         n, _, P, N = starts.shape
         groups, length = terms.C.shape[1:3]
         of_start = torch.matmul(terms.C, starts.view(n, groups, -1, N).mT)  # [n, G, C, (H / G) P]

@@ -1,4 +1,4 @@
-"""What the layer operators take: a layer's inputs, its cache in vLLM, its records."""
+"""Arguments of the layer operators: a layer's inputs, its cache in vLLM and its records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Weights:
 
     @staticmethod
     def prepare(weight: Tensor, bias: Tensor | None) -> Weights:
-        """Weights from the model's parameters; its convolution's weight is [channels, taps]."""
+        """Return weights from the model's parameters; the model's convolution weight is [channels, taps]."""
         return Weights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
@@ -26,8 +26,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Token rows of a pass, [rows, channels] each: `value`, x, which is convolved, and `gate`, C; `None`: the
-    layer goes on with SiLU of the convolution (Mamba1)."""
+    """Token rows of a pass, [rows, channels] each: `value`, the convolution's input x, and `gate`, C. With
+    `gate=None` the layer applies SiLU to the convolution (Mamba1)."""
 
     value: Tensor
     gate: Tensor | None
@@ -35,8 +35,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Caches:
-    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs; may be
-    strided."""
+    """vLLM's cache: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the convolution's
+    last inputs, with any strides."""
 
     slots: Tensor
     conv: Tensor

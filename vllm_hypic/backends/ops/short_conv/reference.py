@@ -1,4 +1,4 @@
-"""Gated short convolution as a plain token loop in float64: what every other version is measured against."""
+"""Gated short convolution as a plain token loop in float64, the reference for all other versions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def short_conv_compose(
 
 
 class _Layer:
-    """One request's walk through a layer: the last inputs of its convolution."""
+    """The walk of one request through a layer: the last inputs of its convolution."""
 
     def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
         self.x, self.weights, self.caches = x, weights, caches
@@ -46,12 +46,12 @@ class _Layer:
         self.context = context.double() if resumed else torch.zeros(context.shape, dtype=torch.float64)
 
     def run(self, first: int, stop: int, out: Tensor) -> None:
-        """Writes the outputs of rows [first, stop)."""
+        """Run rows [first, stop) and write their outputs."""
         bias = 0 if self.weights.bias is None else self.weights.bias.double()
         for row in range(first, stop):
             window = torch.cat([self.context, self.x.value[row : row + 1].double()])
             total = bias + (self.weights.weight.double() * window).sum(0)
-            # The stock convolution hands its result on in its input's type.
+            # The stock convolution returns its result in its input's dtype.
             convolved = total.to(self.x.value.dtype).double()
             gate = convolved.sigmoid() if self.x.gate is None else self.x.gate[row].double()
             out[row] = (gate * convolved).to(out.dtype)

@@ -58,19 +58,19 @@ class _Piece:
     stop: int
 
     def context_at(self, x: Inputs, row: int) -> Tensor:
-        """The convolution's context of a row."""
+        """Return the last taps - 1 inputs before `row`."""
         rows = torch.cat([self.context.to(x.value.dtype), x.value[self.first : row]])
         return rows[len(rows) - len(self.context) :]
 
 
 def _start(caches: Caches, slot: int, resumed: int) -> Tensor:
-    """A copy: the cache is written before the convolution reads it."""
+    """Return a copy of the request's context, for callers write the cache before they read the context."""
     context = caches.conv[slot]
     return context.clone() if resumed else torch.zeros_like(context)
 
 
 def _run(pieces: Sequence[_Piece], x: Inputs, weights: Weights, out: Tensor) -> None:
-    """Outputs of all pieces, which make one sequence, each behind its context."""
+    """Write the outputs of all pieces by one convolution over a sequence of all contexts and pieces."""
     if not pieces:
         return
     taps, dtype, device = weights.weight, x.value.dtype, x.value.device
@@ -85,6 +85,6 @@ def _run(pieces: Sequence[_Piece], x: Inputs, weights: Weights, out: Tensor) -> 
     starts = [0, *accumulate(context + n for n in counts)]
     places = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, counts, strict=False)]).to(device)
     rows = torch.cat([torch.arange(p.first, p.stop) for p in pieces]).to(device)
-    # The stock convolution hands its result on in its input's type.
+    # The stock convolution returns its result in its input's dtype.
     convolved = total[places].to(dtype)
     out[rows] = (F.silu(convolved) if x.gate is None else x.gate[rows] * convolved).to(out.dtype)

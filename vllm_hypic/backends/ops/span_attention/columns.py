@@ -1,4 +1,4 @@
-"""What rows see where it lies: public columns in the pool, tokens in vLLM's cache."""
+"""Columns that query rows see, where they lie: public columns in the pool, and tokens in vLLM's cache."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 
 class Layout(IntEnum):
-    """How K and V lie in a block of vLLM's cache, as far as the C++ operators read it faster for it."""
+    """The layout of K and V in a block of vLLM's cache; the C++ operators read known layouts faster."""
 
     ANYWHERE = 0
     LINES = 1
-    """K of neighbouring tokens, V of neighbouring dimensions lie side by side."""
+    """K of neighbouring tokens lies side by side, and so does V of neighbouring dimensions."""
     PAIRS = 2
-    """Two dimensions of K, then the next of 16 tokens; two tokens of V, then the next of 16 dimensions: as
-    AMX reads bfloat16."""
+    """K has two dimensions of each of 16 tokens side by side, then the next two; V has two tokens of each of
+    16 dimensions, then the next two: the order in which AMX reads bfloat16."""
 
 
 class PoolColumns(NamedTuple):
-    """Public columns, as the package's ``span_attention`` takes them."""
+    """Public columns, in the arguments of the package's ``span_attention``."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -36,8 +36,8 @@ class PoolColumns(NamedTuple):
 
 
 class CacheColumns(NamedTuple):
-    """Tokens in vLLM's cache, as the package's ``cache_attention`` takes them; ``value_index=None``: V is
-    not read."""
+    """Tokens in vLLM's cache, in the arguments of the package's ``cache_attention``; with
+    ``value_index=None`` operators do not read V."""
 
     cache: torch.Tensor
     key_index: torch.Tensor

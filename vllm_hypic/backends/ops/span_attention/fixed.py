@@ -1,11 +1,11 @@
-"""Plans of passes that decode, in buffers of fixed shapes: for launches that are recorded once and replayed.
+"""Plans of decode passes in buffers of fixed shapes, for launches that vLLM records once and replays.
 
-Each request has one row of the query, row ``i`` of a pass being request ``i`` of its batch; some see public
-columns.  A plan for up to ``R`` rows launches the same programs over the same memory whatever these are; what
-there is for them to do is read from the buffers.  Programs beyond that find an item without rows and end.
+Each request has one row of the query: row ``i`` of a pass is request ``i`` of its batch.  Some rows see
+public columns.  A plan for up to ``R`` rows always launches the same programs over the same memory: the
+programs read their work from the buffers.  Surplus programs find an item without rows and end.
 
-Tiles and parts are those of :mod:`.plan`: what a request computes does not depend on which of the two plans
-its rows are in.
+Tiles and parts are those of :mod:`.plan`: a request's result does not depend on the kind of plan that holds
+the request's rows.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from .plan import (
 
 LEAST_COLUMNS = 1 << 16
 COLUMNS_A_ROW = 1 << 12
-"""A pass of ``R`` rows has room for ``R`` times so many public columns, and for :data:`LEAST_COLUMNS`, in
-whatever requests they are."""
+"""A pass of ``R`` rows has room for ``R`` times this many public columns, and for at least
+:data:`LEAST_COLUMNS`; requests may share the room in any way."""
 
 NO_ROW = -1
-"""A token row that is none: nothing is merged there."""
+"""Stands for no token row: merges skip it."""
 
 
 def most_columns(rows: int) -> int:
-    """Public columns that a pass of ``rows`` requests may see, together."""
+    """Return the most public columns that a pass of ``rows`` requests may see, together."""
     return max(LEAST_COLUMNS, rows * COLUMNS_A_ROW)
 
 
 @dataclass
 class FixedPlans:
-    """Plans of passes of up to ``most`` rows, for layers with such heads; they share the buffers.
+    """Plans of passes of up to ``most`` rows, for layers with such heads; the plans share the buffers.
 
-    ``written``: by what the buffers' contents are told apart; ``None``: nothing is there.
+    ``written``: identifies the buffers' contents to callers; ``None``: no contents.
     """
 
     most: int
@@ -65,7 +65,7 @@ class FixedPlans:
         self.part = part_columns(self.kv_heads, self.block)
         most, items = self.most, self._items(self.most)
         sizes = [most, most, items * ITEM_FIELDS, self._tiles(most) * MERGE_FIELDS]
-        # Whole lines of 64 bytes: launches are specialised on alignment.
+        # Whole lines of 64 bytes: Triton specialises launches on alignment.
         self._at = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         self._sizes = sizes
         self._packed = torch.zeros(self._at[-1], dtype=torch.int32, device=self.device)
@@ -73,7 +73,7 @@ class FixedPlans:
         self._write(*self._empty())
 
     def plan(self, rows: int) -> SpanPlan:
-        """The plan of a pass of ``rows`` rows, always the same tensors; at most :attr:`most`."""
+        """Return the plan of a pass of ``rows`` rows, at most :attr:`most`; its tensors never change."""
         if rows not in self._plans:
             token_rows, visible, items, merges = (
                 self._packed[at : at + size] for at, size in zip(self._at[:-1], self._sizes, strict=True)
@@ -97,11 +97,11 @@ class FixedPlans:
         slot_mapping: Sequence[torch.Tensor],
         kv_positions: Sequence[torch.Tensor],
     ) -> None:
-        """Have all plans see these columns: ``rows [requests]``, ascending, of the pass, those of each
-        request in ``slot_mapping`` and ``kv_positions``, int64 on the device.
+        """Write public columns into the buffers of all plans.  ``rows [requests]``: rows of the pass,
+        ascending; ``slot_mapping`` and ``kv_positions``: each request's columns, int64 on the device.
 
-        One upload and two copies on the device; waits for nobody.  There must be no more columns than
-        :func:`most_columns` of the pass's rows.
+        Makes one upload and two copies on the device, and waits for none.  The number of columns must not
+        exceed :func:`most_columns` of the pass's rows.
         """
         if not len(rows):
             return self._write(*self._empty())
@@ -131,18 +131,18 @@ class FixedPlans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the buffers take on the device."""
+        """Bytes of the buffers on the device."""
         return self._packed.nbytes + self._columns.nbytes
 
     def result_bytes(self, rows: int) -> int:
-        """What a layer allocates in a pass of ``rows`` rows: results and parts of them, each with its
-        log-sum-exp, and a query in the model's dtype where it comes in another."""
+        """Return the bytes that a layer allocates in a pass of ``rows`` rows: results and partial results
+        with their log-sum-exp, and a query in the model's dtype if the query has another dtype."""
         partial = self._items(rows) * min(self.group, self.block)
         results = (rows * self.heads + partial * self.kv_heads) * (self.head_size + 1)
         return results * torch.float32.itemsize + rows * self.heads * self.head_size * self.dtype.itemsize
 
     def _empty(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Token rows, columns that they see, items and tiles to merge of a pass in which nothing is seen."""
+        """Return token rows, visible columns, items and tiles to merge of a pass that sees no column."""
         most = self.most
         items = np.zeros((self._items(most), ITEM_FIELDS), dtype=np.int64)
         items[:, 7] = -1
@@ -150,7 +150,7 @@ class FixedPlans:
         return np.full(most, NO_ROW), np.zeros(most, dtype=np.int64), items, merges
 
     def _write(self, *arrays: np.ndarray) -> None:
-        """All buffers, by one copy that nobody waits for."""
+        """Write all buffers by one copy, without waiting for the copy."""
         packed = torch.zeros(self._at[-1], dtype=torch.int32, pin_memory=self.device.type == "cuda")
         for at, array in zip(self._at, arrays, strict=False):
             packed.numpy()[at : at + array.size] = array.ravel()
@@ -160,5 +160,5 @@ class FixedPlans:
         return rows * -(-self.group // self.block)
 
     def _items(self, rows: int) -> int:
-        """Parts of all tiles: of each a last one, which may be shorter, and whole ones."""
+        """Return the number of parts of all tiles: whole parts, and per tile a perhaps shorter last part."""
         return self._tiles(rows) + most_columns(rows) // self.part * -(-self.group // self.block)

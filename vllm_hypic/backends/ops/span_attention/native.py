@@ -1,4 +1,4 @@
-"""Span attention in C++ (``csrc/span_attention.*``).  Signatures: see the package's docstring."""
+"""Span attention in C++ (``csrc/span_attention.*``).  The package's docstring explains the signatures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .columns import CacheColumns, PoolColumns
 
 
 def refuses(head_size: int, device: str) -> str | None:
-    """Why the kernels cannot serve such heads here, or ``None``."""
+    """Return why the kernels cannot serve heads of this size on this device, or ``None``."""
     if device != "cpu":
         return f"written for cpu, not {device}"
     if head_size % 16:

@@ -1,23 +1,23 @@
-"""What span attention on a GPU needs to know of one forward pass, built once and shared by all layers.
+"""Plans of span attention on a GPU for one forward pass, built once and shared by all layers.
 
-The numbers that shape the launches (rows, columns, how many a row sees) are known on the host before the
-pass, so grids follow from them without waiting for the GPU.  Once per step, before the first layer:
+The host knows the numbers that shape the launches (rows, columns, columns that a row sees) before the pass,
+so grids follow without waiting for the GPU.  Once per step, before the first layer, the caller makes:
 
 1. ``columns = SpanColumns.of(slots, positions)`` over the requests that see public columns, from the int64
-   tensors that each request keeps on the device.  The same object serves later steps with the same requests
-   in the same order, as while decoding.
+   tensors that each request keeps on the device.  The object also serves later steps with the same requests
+   in the same order, as decode steps have.
 2. ``plan = SpanPlan.of(columns, query_ranges, visible_kv_lens, heads, kv_heads, head_size)``, both as numpy
-   arrays; one plan per (heads, kv_heads, head_size) where layers differ in them.
+   arrays; one plan per (heads, kv_heads, head_size) of the layers.
 
-and each layer calls ``operators.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
+Each layer then calls ``operators.attend(query, pool_key, pool_value, table, neox, plan, scale)`` and then
 ``operators.merge_rows_(output, output_lse, out, lse, plan.token_rows)``.
 
-How a plan divides the work: the query heads of a KV head are folded into rows (row ``r``, member ``g`` of
-a group of ``G`` heads is folded row ``r * G + g``), so that one rotated tile of K serves all of them.  A tile
-is ``block`` folded rows of one request; its columns are cut into parts that are computed independently and
-then merged; where layers have a window, columns before those that a tile sees and parts that none of its
-rows sees are left out.  Both lengths depend on nothing but the request's own rows and the model, never on
-other requests or on the GPU: what a request computes does not depend on its neighbours.
+A plan folds the query heads of a KV head into rows (row ``r``, member ``g`` of a group of ``G`` heads is
+folded row ``r * G + g``), so that one rotated tile of K serves all heads of the group.  A tile is ``block``
+folded rows of one request.  A plan cuts a tile's columns into parts, which programs compute independently
+and then merge.  In layers with a window, a plan leaves out columns before the tile's first visible column,
+and parts that no row of the tile sees.  The lengths of tiles and parts depend only on the request's own
+rows, the model and the kind of GPU: a request's result does not depend on other requests.
 """
 
 from __future__ import annotations
@@ -29,31 +29,30 @@ import numpy as np
 import torch
 
 FEW_ROWS = 16
-"""Folded rows of a tile where a request has no more: a decoded token or a few of them.  See `many_rows`."""
+"""Folded rows of a tile for a request with at most this many, as while decoding.  See `many_rows`."""
 
 ITEM_FIELDS = 8
-"""Fields of an item, int32: first query row of the request, its first output row, its rows, the tile's
-first folded
-row, the request's first column, first column of the part and its end, both counted within the request, first
-partial row or -1: the tile is not split, write the result."""
+"""Fields of an item, int32: first query row of the request, its first output row, its rows, the tile's first
+folded row, the request's first column, first column and end of the part, both counted within the request, and
+the first partial row; -1 there means that the tile is not split and the program writes the result."""
 
 MERGE_FIELDS = 8
 """Fields of a split tile, int32: first output row of the request, the tile's first folded row, its folded
 rows, its first partial row, its parts, and three unused."""
 
 _NOWHERE = np.iinfo(np.int64).max
-"""The first column of a row that sees none."""
+"""The first column of a row that sees no column."""
 
 _ALIGNMENT = 16
-"""Elements: each array begins at a multiple of 64 bytes."""
+"""Elements to which arrays are padded: each array begins at a multiple of 64 bytes."""
 
 
 @dataclass(frozen=True)
 class SpanColumns:
-    """The public columns of several requests on the device, one request after the other.
+    """The public columns of several requests on the device, one request after another.
 
-    ``slots [columns]`` int32: where a column lies in the pool; ``positions [columns]`` int32: its logical
-    position; ``counts``: columns of each request; ``starts``: the first of each.
+    ``slots [columns]`` int32: each column's place in the pool; ``positions [columns]`` int32: its logical
+    position; ``counts``: each request's number of columns; ``starts``: each request's first column.
     """
 
     slots: torch.Tensor
@@ -63,10 +62,9 @@ class SpanColumns:
 
     @staticmethod
     def of(slots: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]) -> SpanColumns:
-        """Columns from each request's ``[columns]`` int64 tensors, all on the device where attention will
-        run.
+        """Return columns from each request's ``[columns]`` int64 tensors on the attention's device.
 
-        Copies on the device; does not wait for it.  Raises ``ValueError`` when the two differ in length.
+        Copies on the device without waiting for it.  Raises ``ValueError`` if a request's two lengths differ.
         """
         counts = tuple(len(s) for s in slots)
         if counts != tuple(len(p) for p in positions):
@@ -78,18 +76,18 @@ class SpanColumns:
 
     @staticmethod
     def cached(block_table: torch.Tensor, rows: np.ndarray, tokens: np.ndarray) -> SpanColumns:
-        """The tokens of requests in vLLM's paged cache, for :func:`attend` with a block table.
+        """Return requests' tokens in vLLM's paged cache as columns, for :func:`attend` with a block table.
 
-        ``block_table [requests, blocks]`` int32, this or another of the same strides; ``rows``, ``tokens
-        [requests]``: a request's row of it and how many tokens it has there.
+        ``block_table [requests, blocks]`` int32: this table or another table of the same strides; ``rows``,
+        ``tokens [requests]``: each request's row of the table, and its number of tokens in the cache.
         """
         starts = rows * block_table.stride(0)
         return SpanColumns(block_table, block_table, tuple(tokens.tolist()), tuple(starts.tolist()))
 
 
 def causal_kv_lens(query_ranges: np.ndarray) -> np.ndarray:
-    """How many tokens of its request each row sees, int64 ``[rows]``: the last row all of them, each before
-    it one less.  ``query_ranges [requests, 4]``: first and last row, any number, tokens."""
+    """Return how many tokens of its request each row sees, int64 ``[rows]``: the last row sees all tokens,
+    each earlier row one less.  ``query_ranges [requests, 4]``: first and last row, any number, tokens."""
     rows, tokens = query_ranges[:, 1] - query_ranges[:, 0], query_ranges[:, 3]
     return _ranges(tokens - rows + 1, rows)
 
@@ -110,11 +108,12 @@ class SpanWork:
 
 @dataclass(frozen=True)
 class SpanPlan:
-    """The rows of one forward pass that see public columns, and how their attention is divided.
+    """The rows of one forward pass that see public columns, and the division of their attention.
 
-    ``token_rows [rows]`` int32: row of the query of each of them; ``visible_kv_lens [rows]`` int32: the
-    columns it sees are the first so many of its request; ``hidden_kv_lens [rows]`` int32: but for the first
-    so many of them, ``None``: none is hidden; ``work``: the launches, at most two.  All on the device.
+    All tensors are on the device.  ``token_rows [rows]`` int32: each row's row of the query;
+    ``visible_kv_lens [rows]`` int32: a row sees this many of its request's columns, from the first;
+    ``hidden_kv_lens [rows]`` int32: of these, this many first columns are hidden, ``None``: none is hidden;
+    ``work``: the launches, at most two.
     """
 
     heads: int
@@ -142,13 +141,13 @@ class SpanPlan:
         dtype: torch.dtype = torch.bfloat16,
         hidden_kv_lens: np.ndarray | None = None,
     ) -> SpanPlan:
-        """``query_ranges [requests, >= 2]``: rows ``[first, last)`` of the query, per request of ``columns``;
-        ``visible_kv_lens [rows]``: for the rows of all requests in order, how many columns of its request a
-        row sees; ``dtype`` of the query, K and V: all of two bytes have the same plan; ``hidden_kv_lens
-        [rows]``: how many of these, the first ones, are hidden from it, any number.
+        """Plan one forward pass.  ``query_ranges [requests, >= 2]``: rows ``[first, last)`` of the query, per
+        request of ``columns``; ``visible_kv_lens [rows]``: for the rows of all requests in order, how many
+        columns of its request a row sees; ``dtype`` of the query, K and V: all dtypes of two bytes have the
+        same plan; ``hidden_kv_lens [rows]``: how many of the row's first columns are hidden, any number.
 
         Makes one copy from pinned memory to the device and does not wait for it.  Raises ``ValueError`` for
-        numbers that contradict each other: rows, columns, more columns visible than there are.
+        contradictory numbers of rows or columns, and for more visible columns than a request has.
         """
         group = _group(heads, kv_heads)
         query_ranges, visible_kv_lens = (
@@ -189,9 +188,9 @@ class SpanPlan:
 
 
 def many_rows(head_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Folded rows of a tile where a request has many: as many as fit into the registers of this GPU.
+    """Return the folded rows of a tile for a request with many rows: as many as this GPU's registers hold.
 
-    K and V are read once per tile, from the GPU's cache where tiles share them, so more rows are faster.
+    A tile reads K and V once, from the GPU's cache where tiles share them, so more rows are faster.
     """
     if head_size > 256:  # latents: sums of 512 numbers a row
         return 32
@@ -202,8 +201,8 @@ def many_rows(head_size: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def part_columns(kv_heads: int, block: int) -> int:
-    """Columns of a part.  So short that some 16k columns of one request fill a GPU; a tile of more rows
-    takes longer per column and writes more per part, so its parts are longer."""
+    """Return the columns of a part.  Parts are short enough that about 16k columns of one request fill a GPU.
+    Tiles of many rows take longer per column and write more per part, so their parts are longer."""
     few = min(1024, max(256, 128 * kv_heads))
     return few if block == FEW_ROWS else 4 * few
 
@@ -231,7 +230,7 @@ def _check(rows: np.ndarray, counts: np.ndarray, visible_kv_lens: np.ndarray) ->
 
 @dataclass(frozen=True)
 class Divided:
-    """:class:`SpanWork` on the host, int64."""
+    """The host's form of :class:`SpanWork`, int64."""
 
     block: int
     items: np.ndarray
@@ -250,7 +249,7 @@ def divide(
     part: int,
     chosen: np.ndarray,
 ) -> Divided:
-    """The tiles and parts of the ``chosen`` requests."""
+    """Divide the ``chosen`` requests into tiles and parts."""
     first_output = _starts(rows)
     folded = np.where(chosen, rows * group, 0)
     per_request = -(-folded // block)
@@ -269,7 +268,7 @@ def divide(
     tile = np.repeat(np.arange(len(request)), parts)
     begin = lowest[tile] + _ranges(np.zeros_like(parts), parts) * part
     if hidden.any():
-        # Parts from a row's first column to its last one are seen; of a tile that sees nothing, one stays.
+        # A row sees the parts from its first to its last column; a tile that sees no column keeps one part.
         row, of = _ranges(a, b - a), np.repeat(np.arange(len(request)), b - a)
         row, of = row[~blind[row]], of[~blind[row]]
         opened, closed = ((n - lowest[of]) // part + _starts(parts)[of] for n in (begins[row], ends[row] - 1))
@@ -304,17 +303,17 @@ def divide(
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each begins when so many follow one another."""
+    """Return the start of each range if ranges of these lengths follow one another."""
     return np.cumsum(counts) - counts
 
 
 def _ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``first[i], first[i] + 1, ...``, ``counts[i]`` of them, for all ``i``."""
+    """Return ``first[i], first[i] + 1, ...``, ``counts[i]`` numbers for each ``i``."""
     return np.arange(int(counts.sum())) + np.repeat(first - _starts(counts), counts)
 
 
 def _copy(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """All arrays on the device as int32, by one copy."""
+    """Copy all arrays to the device as int32, by one copy."""
     sizes = [-(-array.size // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     packed = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     view, at = packed.numpy(), 0

@@ -29,7 +29,7 @@ def rotate_reference(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool)
 def unrotate_reference(
     x: torch.Tensor, table: torch.Tensor | None, positions: torch.Tensor, neox: bool
 ) -> torch.Tensor:
-    """Same signature and meaning as :func:`.torch.unrotate`, in float64: a linear solve per pair."""
+    """Undo a rotation as :func:`.torch.unrotate` does, in float64, by a linear solve per pair."""
     x = x.double()
     if table is None:
         return x
@@ -132,7 +132,7 @@ def _softmax_attention(
     begins: torch.Tensor,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row ``r`` sees keys ``[begins[r], limits[r])``."""
+    """Return attention and log-sum-exp of the query; row ``r`` sees keys ``[begins[r], limits[r])``."""
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", query.double(), key) * scale
@@ -185,6 +185,6 @@ def join_(
 def merge_reference(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> torch.Tensor:
-    """Joint attention of two partial results, float64."""
+    """Return the joint attention of two partial results, float64."""
     weight = torch.softmax(torch.stack([lse_a.double(), lse_b.double()]), 0).nan_to_num(0.0)[..., None]
     return weight[0] * out_a.double() + weight[1] * out_b.double()

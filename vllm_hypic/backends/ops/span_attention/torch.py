@@ -1,4 +1,4 @@
-"""Span attention in PyTorch: the tile loop is inside PyTorch's own flash attention, which returns the
+"""Span attention in PyTorch.  PyTorch's own flash attention contains the loop over tiles and returns the
 log-sum-exp.
 """
 
@@ -13,16 +13,16 @@ from .columns import CacheColumns, PoolColumns
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _UNROTATE_BLOCK = 512
-"""Rows per block: a block's float32 temporaries stay in the core's cache."""
+"""Rows per block: the float32 temporaries of a block stay in the core's cache."""
 
 _CAPPED_SCORES = 1 << 22
-"""Scores that are held at once where they are capped: 16 MB."""
+"""Scores held at once under a soft-cap: 16 MB."""
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool) -> torch.Tensor:
     """Rotate ``x [n, heads, size]`` by ``rotation [n, rotary_dim]`` (cos half, sin half).
 
-    Computes in float32, returns ``x.dtype``.  ``rotation=None``: NoPE, ``x`` itself.
+    Computes in float32, returns ``x.dtype``.  ``rotation=None`` (NoPE) returns ``x`` itself.
     """
     if rotation is None:
         return x
@@ -44,8 +44,8 @@ def unrotate(
     """Undo the rotation of ``x [n, heads, size]`` by rows ``positions [n]`` int64 of a cos/sin table
     ``[positions, rotary_dim]``.
 
-    Inverts ``[[c, -s], [s, c]]`` as it stands in the table, so its rounding and its mscale are undone too.
-    Computes in float32, returns ``x.dtype``.  ``table=None``: NoPE, ``x`` itself.
+    Inverts ``[[c, -s], [s, c]]`` as it stands in the table, and so undoes the table's rounding and mscale,
+    too.  Computes in float32, returns ``x.dtype``.  ``table=None`` (NoPE) returns ``x`` itself.
     """
     if table is None:
         return x
@@ -106,7 +106,7 @@ def span_attention(
 
 
 def _rows(pool: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Rows ``slots [n]`` of K or V of the pool, read in ``dtype`` where they are FP8."""
+    """Return rows ``slots [n]`` of the pool's K or V; FP8 rows are scaled and converted to ``dtype``."""
     if pool.dtype == dtype:
         return pool.index_select(0, slots)
     found = pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
@@ -122,7 +122,8 @@ def _attend(
     scale: float,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``query [rows, heads, size]`` over columns ``[begins, ends)``, ``[rows]``; float32."""
+    """Return float32 attention of ``query [rows, heads, size]`` and its log-sum-exp; row r sees columns
+    ``[begins[r], ends[r])``."""
     if not len(key):
         return query.new_zeros(query.shape, dtype=torch.float32), query.new_full(
             query.shape[:2], float("-inf"), dtype=torch.float32
@@ -174,7 +175,7 @@ def cache_attention(
     for first, last, row, tokens in query_ranges.tolist():
         begins = hidden_kv_lens[done : done + last - first]
         done += last - first
-        # Whole blocks before the first token that is seen are not touched.
+        # Skip whole blocks before the first visible token: vLLM may have given them away.
         skipped = int(begins.min()) // key_index.shape[0]
         blocks, at = block_table[row][skipped:], skipped * key_index.shape[0]
         key = gather(kv_cache, key_index, blocks, tokens - at)
@@ -189,7 +190,7 @@ def cache_attention(
 
 
 def gather(kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, tokens: int) -> torch.Tensor:
-    """K, rotated, or V ``[tokens, kv_heads, size]`` of the first ``tokens`` tokens in ``blocks``."""
+    """Return K, rotated, or V ``[tokens, kv_heads, size]`` of the first ``tokens`` tokens in ``blocks``."""
     block_size = index.shape[0]
     whole, rest = divmod(tokens, block_size)
     flat = kv_cache.view(kv_cache.shape[0], -1)
@@ -204,7 +205,7 @@ def gather(kv_cache: torch.Tensor, index: torch.Tensor, blocks: torch.Tensor, to
 
 
 def causal_lse(query: torch.Tensor, key: torch.Tensor, scale: float, soft_cap: float = 0.0) -> torch.Tensor:
-    """Log-sum-exp ``[rows, heads]`` float32 of causal attention, the last row seeing every key.
+    """Return the log-sum-exp ``[rows, heads]`` float32 of causal attention; the last row sees every key.
 
     ``query [rows, heads, size]``, ``key [keys, kv_heads, size]``, both rotated, keys >= rows.
     """
@@ -271,7 +272,7 @@ def _grouped_flash(
     scale: float,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flash attention with grouped heads folded into rows, so that K and V are not repeated."""
+    """Run flash attention with grouped heads folded into rows: K and V need no repetition."""
     rows, heads, size = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
@@ -297,10 +298,10 @@ def _capped(
     scale: float,
     soft_cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :data:`_flash`, whose scores have no soft-cap; float32 throughout.
+    """Run attention with a soft-cap, which :data:`_flash` lacks; float32 throughout.
 
-    ``query [1, kv_heads, rows, size]``, ``key``, ``value [1, kv_heads, columns, size]``, ``mask [1, 1, rows,
-    columns]``.
+    ``query [1, kv_heads, rows, size]``, ``key``, ``value [1, kv_heads, columns, size]``,
+    ``mask [1, 1, rows, columns]``.
     """
     outs, lses = [], []
     key, value = key.float().mT, value.float()
@@ -316,9 +317,9 @@ def _capped(
 
 
 def merge(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> torch.Tensor:
-    """Joint attention of two partial results over disjoint keys, by their log-sum-exp.
+    """Return the joint attention of two partial results over disjoint keys, by their log-sum-exp.
 
-    ``out_* [rows, heads, size]``, ``lse_* [rows, heads]`` float32; at least one is not empty per row.
+    ``out_* [rows, heads, size]``, ``lse_* [rows, heads]`` float32; at least one result per row has keys.
     Returns float32.
     """
     top = torch.maximum(lse_a, lse_b)

@@ -1,12 +1,12 @@
 """Segment requests: one scan over the columns of [S | T], then the records.
 
-`capture_kernel`: a program per (request, head, block of columns). Programs of S go through all chunks of the
-request, write outputs and leave S at both edges of the interior; programs of T go through the interior, from
-I or from what an earlier pass left, and stop early once their columns are too small ever to matter again.
+`capture_kernel` has a program per (request, head, block of columns). Programs of S go through all chunks of
+the request, write outputs and write S at both edges of the interior. Programs of T go through the interior,
+from I or from an earlier pass's T, and stop early once their columns are too small to matter later.
 
-`records_kernel`: a program per (interior, head, block of S's columns), which needs the whole T: is the head
-dead, what is S_zero, T in fp16 to its transition block; or, of an interior that goes on, only which heads
-are alive.
+`records_kernel` has a program per (interior, head, block of S's columns), which reads the whole T. A program
+decides whether the head is dead, and writes S_zero and, in fp16, T to its transition block. For an interior
+that continues in a later pass, a program writes only whether the head is alive.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -31,14 +31,14 @@ from ..arguments import DEAD_BELOW, Caches, Carry, Records, Weights
 from .scan import constants, scan_chunk, zeros_like_columns
 
 RECORD_COLUMNS = 32
-"""Columns of S that a program of `records_kernel` makes."""
+"""Columns of S per program of `records_kernel`."""
 _RECORD_SLICE = 32
-"""Columns of T that it holds at a time."""
+"""Columns of T that a program of `records_kernel` holds at a time."""
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
 _SUMMARY_FIELDS = tl.constexpr(len(SummaryRow._fields))
 _LOOK_EVERY = tl.constexpr(4)
-"""Chunks between two looks at whether T's columns still matter."""
+"""Chunks between two checks whether T's columns still matter."""
 
 
 @triton.jit(do_not_specialize=["summaries"], do_not_specialize_on_alignment=["slots_ptr"])
@@ -174,7 +174,7 @@ def capture_kernel(
         store_columns(T, transition, K, SLICES, SLICE)
 
 
-# Where a layer's part of the table of transition blocks begins depends on the layers before it.
+# The start of a layer's part of the table of transition blocks depends on the layers before it.
 @triton.jit(do_not_specialize=["summaries"], do_not_specialize_on_alignment=["block_of_ptr", "block_of_slot"])
 def records_kernel(
     summaries_ptr,
@@ -238,7 +238,7 @@ def records_kernel(
 
 @dataclass(frozen=True)
 class Summaries:
-    """Summaries of a plan's interiors, in the order of its summaries n, in float32.
+    """Summaries of a plan's interiors, in float32, in the plan's order; n is their number.
 
     edges         [2, n, Hv, K, V]  S before and behind the interior
     transitions   [n, Hv, K, K]
@@ -259,7 +259,7 @@ class Summaries:
         )
 
     def take(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
-        """What earlier passes left of interiors that go on here."""
+        """Read the carries that earlier passes wrote for interiors of this pass."""
         for n, number in plan.taken:
             carry = carries[number]
             self.transitions[n].copy_(carry.transition)
@@ -267,7 +267,7 @@ class Summaries:
             self.alive[n].copy_(carry.alive)
 
     def leave(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
-        """What a later pass takes of interiors that go on there."""
+        """Write the carries of interiors that continue in a later pass."""
         for n, number in plan.left:
             carry = carries[number]
             carry.transition.copy_(self.transitions[n])
@@ -285,12 +285,12 @@ def capture(
     summaries: Summaries,
     dead_below: float,
 ) -> None:
-    """States and outputs of the plan's requests, and S and T of its interiors."""
+    """Write states and outputs of the plan's requests, and S and T of its interiors."""
     heads, K, V = caches.state.shape[1:]
     shape = Shape.of(plan.chunk, K, V)
     blocks = (V + (K if len(plan.summaries) else 0)) // shape.columns
-    # A column's norm never grows, and is at most sqrt(K) times its largest element: below this none of its
-    # elements can come to count, be it for the head's life or in fp16.
+    # A column's norm never grows, and is at most sqrt(K) times its largest element: if all elements are below
+    # `tiny`, no element can later reach `dead_below` or round to a nonzero fp16 number.
     tiny = min(dead_below, DEAD_BELOW) * K**-0.5
     capture_kernel[blocks, heads, len(plan.scans)](
         conv,
@@ -317,7 +317,7 @@ def capture(
 
 
 def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dead_below: float) -> None:
-    """Records of the interiors that end; which heads of the others are alive."""
+    """Write the records of interiors that end; for other interiors, write which heads are alive."""
     if not len(plan.summaries):
         return
     heads, K, V = records.state.shape[1:]

@@ -1,14 +1,14 @@
 """Chunk terms where channels of K have a gate each (Kimi delta attention).
 
-What `terms` makes, with decays inside the products, and in a block of its own layout, float32:
+The terms are those of `terms`, with decays inside the products, in a float32 block of another layout:
 
-    W [C, K], U [C, V], A [C, C]    as there, of products sum_c k_tc k_sc e^{G_tc - G_sc}, and likewise for q
+    W [C, K], U [C, V], A [C, C]    as in `terms`, of sum_c k_tc k_sc e^{G_tc - G_sc}, and likewise for q
     Q [C, K]                        e^{G_t} q_t, with the scale K^-1/2
     Kd [C, K]                       e^{G_C - G_s} k_s
     end [K]                         e^{G_C}
 
-Keys decay row by row, in products of decays: differences of sums would need a reference row for each, whose
-factors overflow where gates are strong.
+Keys decay row by row, in products of decays: differences of sums would need a reference row per key, and the
+reference's factors overflow where gates are strong.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -136,7 +136,7 @@ def channel_terms_kernel(
 def compute_channel_terms(
     plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, terms: Tensor, K: int, V: int
 ) -> None:
-    """Fills blocks `terms` [chunks, Hv, floats] of the plan's chunks; `conv`: what `convolve` gave."""
+    """Fill blocks `terms` [chunks, Hv, floats] of the plan's chunks; `conv`: the result of `convolve`."""
     chunks, heads, floats = terms.shape
     assert x.a.stride()[1:] == (K, 1), "gates of a row must be contiguous"
     channel_terms_kernel[(chunks * heads,)](
@@ -170,8 +170,8 @@ SLICE = 32
 
 
 def _warps(chunk: int) -> int:
-    """Warps of a program over a chunk of so many rows: one for eight rows, as four that shared 16 rows would
-    spill on sm_90."""
+    """Return the warps of a program over a chunk of `chunk` rows: one warp per eight rows, because four warps
+    for 16 rows would spill registers on sm_90."""
     return chunk // 8
 
 

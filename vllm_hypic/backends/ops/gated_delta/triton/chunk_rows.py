@@ -1,4 +1,4 @@
-"""Where the rows of a chunk lie that a program of the terms' kernels takes, one of a chunk and value head."""
+"""Addresses of a chunk's rows, for kernels of chunk terms: one program has one chunk and one value head."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Arguments of kernels have the types of Triton's language, which has no annotations for them.

@@ -1,12 +1,12 @@
 """Composed requests: one walk through rows and records.
 
-A program per (request, head, block of S's columns) keeps its columns in registers and goes through the
+A program runs one (request, head, block of S's columns), keeps the columns in registers and goes through the
 request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C.
 
-No summaries of the pieces between records: with the chunk terms at hand, a seam of 16 rows costs two products
-[16, K] x [K, columns], while its transition [K, K] would cost four times as much to apply alone, and would
-have to be computed first. What can be done for all pieces at once, the terms, is; what is left of a prompt of
-16 segments is a chain of 18 chunks and 16 products with T, in 128 programs at 32 heads: one wave on an H100.
+The kernel makes no summaries of the pieces between records. From chunk terms, a seam of 16 rows costs two
+products [16, K] x [K, columns]; its transition [K, K] would cost four times as much to apply alone, after its
+computation. `terms` serves all pieces at once; a prompt of 16 segments then leaves a chain of 18 chunks and
+16 products with T, in 128 programs at 32 heads: one wave on an H100.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -156,7 +156,7 @@ def compose(
     out: Tensor,
     records: Records,
 ) -> None:
-    """States and outputs of the plan's requests."""
+    """Write states and outputs of the plan's requests."""
     heads, K, V = caches.state.shape[1:]
     shape = Shape.of(plan.chunk, K, V)
     compose_kernel[V // shape.columns, heads, len(plan.scans)](
@@ -204,8 +204,8 @@ SPECS = tuple(
         warps=Shape.of(C, 128, 128).warps,
         stages=_STAGES,
         aligned=tuple(_ALIGNED),
-        # At most 12 spilled words per thread on a B200, 6 elsewhere; of gates of channels, whose keys are
-        # float32 and take two parts in registers, 26.
+        # At most 12 spilled words per thread on a B200, and 6 on other GPUs. Gates of channels have float32
+        # keys, which take two parts in registers, and may spill 26.
         limit=Limits(mma=1, stack=24 if gates == "heads" else 104),
         limits={SM100: Limits(mma=1, stack=48 if gates == "heads" else 104)},
     )

@@ -1,8 +1,8 @@
 """(I + L)^-1 of a chunk of the delta rule.
 
-It is found by forward substitution in diagonal blocks of 16 rows; with X the inverse of these and B
-the part of L below them, that of 32 rows is X - X B X. Powers of L never occur: they grow without bound where
-keys are alike.
+Forward substitution inverts the diagonal blocks of 16 rows. With X the inverse of the blocks and B the part
+of L below the blocks, the inverse of 32 rows is X - X B X. The algorithm takes no powers of L: powers grow
+without bound where keys are alike.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,4 +1,4 @@
-"""The layer operators in Triton: see the package for what they compute.
+"""The layer operators in Triton; the package's docstring defines their results.
 
 A step has one plan per operator (`linear_layer.triton.plan`), made on the host and shared by its layers. A
 layer launches
@@ -6,13 +6,13 @@ layer launches
     run_segments   convolution, chunk terms, scan of [S | T], records, conv contexts      5 kernels
     run_compose    convolution, chunk terms, walk, conv contexts                          4 kernels
 
-whatever the number of requests, pieces and records, and never waits for the device. What Triton compiles does
-not depend on these numbers either: on the layer's shapes, dtypes and strides and the plan's chunk length.
+for any number of requests, pieces and records, and never waits for the device. Triton compiles variants by
+the layer's shapes, dtypes and strides and by the plan's chunk length, never by those numbers.
 
-What a call allocates for its own use lives until it returns: per value head at K = V = 128 about 1.2 KiB for
-a row that it runs, and 192 KiB for an interior.
+A call allocates memory and frees it on return: per value head at K = V = 128 about 1.2 KiB for each row, and
+192 KiB for each interior.
 
-`gdn_segments` and `gdn_compose` have the signature of the other modules: plan and run in one.
+`gdn_segments` and `gdn_compose` have the other modules' signatures: each makes a plan and runs it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def run_segments(
     carries: Sequence[Carry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
-    """`gdn_segments` of a plan. Raises `IndexError` where it leaves the layer's tensors.
+    """Run `gdn_segments` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors.
 
-    A head that is alive and has no transition block (`block_of` is -1) gets NaN for its record's state.
+    A live head without a transition block (`block_of` is -1) gets NaN for its record's state.
     """
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail, len(carries))
     if not len(plan.scans):
@@ -71,7 +71,7 @@ def run_segments(
 def run_compose(
     plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
 ) -> None:
-    """`gdn_compose` of a plan. Raises `IndexError` where it leaves the layer's tensors."""
+    """Run `gdn_compose` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail)
     if not len(plan.scans):
         return
@@ -92,7 +92,7 @@ def gdn_segments(
     carries: Sequence[Carry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
-    """See the package. `rows` in CPU memory."""
+    """See the package. `rows` must be in CPU memory."""
     plan = plan_segments(rows, x.mixed.device)
     run_segments(plan, x, weights, caches, out, records, carries, dead_below)
 
@@ -100,7 +100,7 @@ def gdn_segments(
 def gdn_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
-    """See the package. `rows` and `ops` in CPU memory."""
+    """See the package. `rows` and `ops` must be in CPU memory."""
     run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)
 
 

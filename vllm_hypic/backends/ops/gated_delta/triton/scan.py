@@ -1,4 +1,4 @@
-"""One chunk of the scan over states: what segment and composed requests have in common.
+"""The scan of states over one chunk, which segment and composed requests share.
 
 A block of columns of S, or of T, stays in registers while its program goes from chunk to chunk:
 
@@ -6,8 +6,8 @@ A block of columns of S, or of T, stays in registers while its program goes from
     o   =  e^G q S + A D              T has no outputs
     S'  =  e^{G_C} S + Kd^T D
 
-`terms` prepares all but S, of gates per channel also e^G q, Kd and e^{G_C}; the products that feed states are
-as exact as float32's.
+`terms` prepares U, W and A, and for gates per channel also e^G q, Kd and e^{G_C}. Products that feed states
+are as exact as float32's.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -30,7 +30,7 @@ _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 def constants(
     chunk: int, K: int, V: int, key_heads: int, heads: int, channel_gates: bool = False
 ) -> dict[str, int]:
-    """Constants of the kernels that go from chunk to chunk."""
+    """Return the constants of the kernels that go from chunk to chunk."""
     shape = Shape.of(chunk, K, V)
     return {
         "KEY_HEADS": key_heads,

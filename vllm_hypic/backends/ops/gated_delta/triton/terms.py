@@ -1,4 +1,4 @@
-"""What a chunk of rows contributes to any state it meets: all chunks and heads of a step at once.
+"""Terms of chunks of rows that hold for any start state, for all chunks and heads of a step at once.
 
 In the symbols of `chunk`, for chunk rows C and one value head:
 
@@ -8,9 +8,9 @@ In the symbols of `chunk`, for chunk rows C and one value head:
     query [C]               likewise e^{G_t} q_t, with the scale K^-1/2
     end                     e^{G_C}
 
-in float32, side by side in a block of `block_floats` floats per (chunk, head). Keys and queries themselves
-stay what the convolution left, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the
-chunk's last are zero, but for A's diagonal of no consequence. Of gates per channel: see `channel_terms`.
+in float32, side by side in a block of `block_floats` floats per (chunk, head). Keys and queries keep the
+convolution's dtype, so that the scan multiplies bf16 and fp16 numbers exactly. Rows behind the chunk's last
+row are zero, except for A's diagonal, which has no effect. `channel_terms` serves gates per channel.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,12 +37,12 @@ _EXTRA = 16
 
 
 def block_floats(C: int, K: int, V: int, channel_gates: bool = False) -> int:
-    """Floats of a block; `scan.scan` knows the order of its parts."""
+    """Return the floats of a block; `scan.scan_chunk` knows the order of the parts."""
     common = C * (K + V + C)
     return common + (2 * C * K + K if channel_gates else 2 * C + _EXTRA)
 
 
-# Gates may be parts of wider rows: one row of such a part counts as contiguous, and lies where it lies.
+# Gates may be parts of wider rows: PyTorch calls a part of one row contiguous, at any stride or address.
 @triton.jit(do_not_specialize=["a_row", "b_row"], do_not_specialize_on_alignment=["a_ptr", "b_ptr"])
 def terms_kernel(
     conv_ptr,
@@ -113,7 +113,7 @@ def terms_kernel(
 def chunk_terms(
     plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, K: int, V: int
 ) -> Tensor:
-    """Blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: what `convolve` gave."""
+    """Return blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: the result of `convolve`."""
     heads = len(weights.rate)
     floats = block_floats(plan.chunk, K, V, weights.channel_gates)
     terms = torch.empty(len(plan.chunks), heads, floats, dtype=torch.float32, device=conv.device)

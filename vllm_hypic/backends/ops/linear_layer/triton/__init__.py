@@ -1,1 +1,1 @@
-"""Planning, convolution and pieces of kernels of all linear layers; importing any module imports Triton."""
+"""Plans, convolution and parts of kernels for all linear layers; any import from here imports Triton."""

@@ -1,6 +1,6 @@
-"""A block of columns of a state in registers, while its program goes from chunk to chunk.
+"""A block of a state's columns, in registers while its program goes from chunk to chunk.
 
-It is a tuple of slices of rows: a product's operands must be in registers as a whole, in two parts each.
+The block is a tuple of slices of rows: a product holds whole operands in registers, in two parts each.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Shape:
-    """How a program holds its columns: how many, in slices of `slice` rows, by so many warps."""
+    """The shape of a program's columns: number of columns, rows per `slice`, and warps of the program."""
 
     columns: int
     slice: int
@@ -26,11 +26,11 @@ class Shape:
 
     @staticmethod
     def of(chunk: int, rows: int, columns: int) -> Shape:
-        """The shape of launches for chunks of so many token rows and states [rows, columns].
+        """Return the shape of launches for chunks of `chunk` token rows and states [rows, columns].
 
-        Slices as tall as chunks make all products of one height. Triton gives warps rows where a product is
-        taken of another, 16 to each, and columns where there are no more than 16 rows; so no warp does what
-        another does, and there are enough programs for one request to fill a GPU.
+        Slices as tall as chunks give all products one height. Triton assigns 16 rows to each warp where a
+        product is an operand of another product, and columns where there are at most 16 rows. So no two warps
+        do the same work, and one request has enough programs to fill a GPU.
         """
         most, warps = (32, 4) if chunk == 16 else (16, 2)
         return Shape(gcd(most, rows, columns), min(chunk, rows), warps)

@@ -1,7 +1,7 @@
-"""Causal convolution of a plan's rows, with SiLU or a gate, and the contexts that it leaves.
+"""Causal convolution of a plan's rows, with SiLU or a gate, and the update of convolution contexts.
 
-Kernels of a run's first rows look behind it, into a conv cache or a record's conv tail, as its chunks say.
-`update_contexts` overwrites those, so it comes last.
+Taps of a run's first rows read the context before the run from a conv cache or a record's conv tail, as the
+run's chunks say. `update_contexts` overwrites these contexts, so it runs last.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,7 +20,7 @@ from ...kernel_spec import KernelSpec, Limits
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
-"""Elements of a block."""
+"""Rows and channels of a block."""
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))
@@ -39,7 +39,7 @@ class Weights(Protocol):
 
 
 class Caches(Protocol):
-    """vLLM's: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs."""
+    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs."""
 
     @property
     def slots(self) -> Tensor: ...
@@ -49,7 +49,7 @@ class Caches(Protocol):
 
 
 class Records(Protocol):
-    """`conv_tail` [slots, taps - 1, channels]: the last inputs by slot of the pool."""
+    """The pool's `conv_tail` [slots, taps - 1, channels]: the last inputs by slot."""
 
     @property
     def conv_tail(self) -> Tensor: ...
@@ -288,9 +288,9 @@ def convolve(
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The plan's rows of `mixed` [rows, channels], convolved, then SiLU of that or the product with `gate`
-    [rows, channels]. Written to `out` [rows, channels], or in the dtype of `mixed` to a tensor whose other
-    rows hold nothing."""
+    """Convolve the plan's rows of `mixed` [rows, channels], then apply SiLU or multiply by `gate`
+    [rows, channels]. Return the result: `out` [rows, channels], or a new tensor in the dtype of `mixed`, with
+    all rows outside the plan uninitialised."""
     conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     if out is None:
@@ -325,7 +325,7 @@ def convolve(
 def update_contexts(
     plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
 ) -> None:
-    """Write the conv caches of the plan's requests and the conv tails of interiors that end."""
+    """Write the conv caches of the plan's requests, and the conv tails of interiors that end."""
     conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     if len(plan.contexts):
@@ -363,7 +363,7 @@ _GIVEN = {"bias_ptr": "*fp32", "gate_ptr": "*bf16"}
 
 
 def _convolution(name: str, taps: int, *given: str) -> KernelSpec:
-    """A launch of a convolution of so many taps, with those pointers of `_GIVEN` that are named."""
+    """Return the spec of a convolution of `taps` taps, with the named pointers of `_GIVEN`."""
     aligned = {**_CONVOLVED, **{pointer: _GIVEN[pointer] for pointer in given}}
     left_out = {pointer: None for pointer in _GIVEN if pointer not in given}
     return KernelSpec(

@@ -1,8 +1,8 @@
-"""Programs of the layer operators as the Triton kernels read them: built once per step, shared by all layers.
+"""Programs of the layer operators in the Triton kernels' form: built once per step, shared by all layers.
 
 A step's programs (`program.SegmentRow`, `ComposeRow`, `ComposeOp`) are host data. `plan_segments` and
-`plan_compose` turn them into tables of chunks, scans and context rows, upload those in one copy that does not
-wait, and keep on the host what sizes of grids and checks need:
+`plan_compose` turn programs into tables of chunks, scans and context rows, and upload the tables in one copy
+that does not wait. The plan keeps on the host the numbers that grid sizes and checks need:
 
     plan = plan_segments(rows, device)                  # rows: int64 on the CPU; once per step
     operators.run_segments(plan, x, weights, caches, out, records, carries)    # in each layer
@@ -11,9 +11,9 @@ wait, and keep on the host what sizes of grids and checks need:
 
 Nothing here or in `operators.run_*` waits for the device, and a plan does not depend on the layer.
 
-A *run* is a stretch of token rows whose convolution goes on from one row to the next; what stands before its
-first row, the context, comes from nowhere (zeros), from a request's conv cache or from a record's conv tail.
-A run is cut into *chunks* of at most `chunk` rows, and at the edges of an interior.
+A *run* is a series of token rows whose convolution continues from row to row. The context before the first
+row is zero, or comes from a request's conv cache or from a record's conv tail. The plan cuts a run into
+*chunks* of at most `chunk` rows, and at the edges of an interior.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor
 from ...program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
 
 CHUNKS = (16, 32)
-"""Rows of a chunk: what a step may choose. To be as exact as float32, products hold operands in two parts:
-with 64 rows that is more than a block's registers, and saves little where a scan's step mostly waits."""
+"""Rows of a chunk: the lengths among which a step chooses. For float32 exactness, products hold operands in
+two parts: 64 rows take more than a block's registers, and save little where a scan's step mostly waits."""
 _CHUNK_OVERHEAD = 32
-"""What a chunk costs beside its rows, in rows: a scan's round trips to memory, the start state's product."""
+"""The fixed cost of a chunk, in rows: a scan's round trips to memory and the start state's product."""
 
 
 class Source(IntEnum):
-    """What stands before a run; the number beside it is a batch row or a record's slot."""
+    """Source of the context before a run; the number beside it is a batch row or a record's slot."""
 
     ZEROS = 0
     CACHE = 1
@@ -45,7 +45,7 @@ class Source(IntEnum):
 
 
 class ChunkRow(NamedTuple):
-    """Token rows [first, first + tokens) of a run that begins at row `run`; what stands before that."""
+    """Token rows [first, first + tokens) of a run that begins at row `run`, and the source of its context."""
 
     first: int
     tokens: int
@@ -55,7 +55,7 @@ class ChunkRow(NamedTuple):
 
 
 class SegmentScan(NamedTuple):
-    """A segment request's chunks [first, stop), of which [begin, end) are its interior; its summary or -1."""
+    """A segment request's chunks [first, stop), its interior's chunks [begin, end), its summary or -1."""
 
     batch_row: int
     resumed: int
@@ -67,9 +67,9 @@ class SegmentScan(NamedTuple):
 
 
 class SummaryRow(NamedTuple):
-    """What becomes of an interior's summary: see `program.SegmentRow` for the fields.
+    """The destination of an interior's summary: `program.SegmentRow` explains the fields.
 
-    `carry` may be anything where the interior begins and ends here.
+    `carry` may have any value if the interior begins and ends in this pass.
     """
 
     slot: int
@@ -81,7 +81,7 @@ class SummaryRow(NamedTuple):
 
 
 class ComposeScan(NamedTuple):
-    """A composed request: its steps [first_step, stop_step)."""
+    """The steps [first_step, stop_step) of a composed request."""
 
     batch_row: int
     resumed: int
@@ -90,8 +90,8 @@ class ComposeScan(NamedTuple):
 
 
 class ComposeStep(NamedTuple):
-    """Run chunks [first, stop), perhaps none, then do as `mode` says, see `program.Mode`, with the record in
-    `slot`."""
+    """A step: run chunks [first, stop), perhaps none, then do as `mode` says (see `program.Mode`) with the
+    record in `slot`."""
 
     first: int
     stop: int
@@ -100,8 +100,8 @@ class ComposeStep(NamedTuple):
 
 
 class ContextRow(NamedTuple):
-    """The conv cache of `batch_row` gets the context of row `stop` of a run, and, unless `tail_slot` is -1,
-    that record's conv tail the context of row `tail`."""
+    """A context to write: the conv cache of `batch_row` gets the context of row `stop` of a run.  Unless
+    `tail_slot` is -1, the conv tail of the record in `tail_slot` gets the context of row `tail`."""
 
     source: int
     number: int
@@ -114,7 +114,7 @@ class ContextRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a plan's programs reach: each at least one more than the highest number used."""
+    """The reach of a plan's programs: each field is at least the highest used number plus one."""
 
     rows: int
     batch_rows: int
@@ -122,11 +122,11 @@ class Reach:
     carries: int
 
     def check(self, rows: Mapping[str, Tensor], slots: Tensor, conv_tail: Tensor, carries: int = 0) -> None:
-        """Raises `IndexError` where a program leaves the tensors of a layer, `ValueError` where these have
-        elements apart that the kernels take for neighbours.
+        """Raise `IndexError` if a program reaches beyond a layer's tensors, `ValueError` if elements that the
+        kernels take for neighbours are apart.
 
-        `rows`: the layer's inputs and outputs by name, a token a row; `slots` [batch rows] of its caches;
-        `conv_tail` [record slots, ...]; how many `carries` there are.
+        `rows`: the layer's inputs and outputs by name, one token per row; `slots` [batch rows] of its caches;
+        `conv_tail` [record slots, ...]; `carries`: the number of carries.
         """
         for name, tensor in rows.items():
             if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
@@ -143,16 +143,16 @@ class Reach:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """A step's plan of segment requests. Tables are int32 on the device, a row per entry with the fields of
-    the named type.
+    """A step's plan of segment requests. Tables are int32 on the device, one row per entry, with the
+    fields of the named type.
 
     chunk                     rows of a chunk: 16 or 32
     chunks                    `ChunkRow`
     scans                     `SegmentScan`, one per request
-    summaries                 `SummaryRow`, one per interior that is begun, carried on or ended here
+    summaries                 `SummaryRow`, one per interior with rows here; none if leading and unfinished
     contexts                  `ContextRow`, one per request
-    taken, left               (summary, carry) of interiors that come from an earlier pass, that go on to a
-                              later one
+    taken, left               (summary, carry) of interiors that come from an earlier pass (`taken`), and of
+                              interiors that continue in a later pass (`left`)
     """
 
     chunk: int
@@ -167,7 +167,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class ComposePlan:
-    """A step's plan of composed requests. Tables as in `SegmentPlan`: of `ChunkRow`, `ComposeScan` (one per
+    """A step's plan of composed requests. Tables are as in `SegmentPlan`: `ChunkRow`, `ComposeScan` (one per
     request), `ComposeStep` and `ContextRow` (one per request)."""
 
     chunk: int
@@ -179,9 +179,9 @@ class ComposePlan:
 
 
 def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
-    """`rows`: a program of `SegmentRow` in CPU memory. Raises `ValueError` where it contradicts itself."""
+    """Plan `rows`, a program of `SegmentRow` in CPU memory. Raises `ValueError` for contradictory rows."""
     program = unpack(_on_host(rows), SegmentRow)
-    # Interiors are long.
+    # Interiors are long: long chunks waste few rows.
     cut = _Chunks(CHUNKS[-1])
     scans: list[SegmentScan] = []
     summaries: list[SummaryRow] = []
@@ -225,9 +225,9 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
 
 
 def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan:
-    """`rows` and `ops`: programs of `ComposeRow` and `ComposeOp` in CPU memory.
+    """Plan `rows` and `ops`, programs of `ComposeRow` and `ComposeOp` in CPU memory.
 
-    Raises `ValueError` where rows behind one another without a record between them are not neighbours.
+    Raises `ValueError` if rows without a record between them are not neighbours.
     """
     program, operations = unpack(_on_host(rows), ComposeRow), unpack(_on_host(ops), ComposeOp)
     used = [op for r in program for op in operations[r.first_op : r.stop_op]]
@@ -268,7 +268,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
 
 
 def unfilled_segments(rows: Tensor) -> list[int]:
-    """How many rows the last chunks of each request's stretches lack; `rows` as of `plan_segments`."""
+    """Return for each request how many rows its last chunks lack; `rows` as of `plan_segments`."""
     return [
         sum((first - stop) % CHUNKS[-1] for first, stop in pairwise((r.first, r.begin, r.end, r.stop)))
         for r in unpack(_on_host(rows), SegmentRow)
@@ -276,7 +276,8 @@ def unfilled_segments(rows: Tensor) -> list[int]:
 
 
 def unfilled_composed(rows: Tensor, ops: Tensor) -> list[int]:
-    """The same of composed requests, at most; `rows` and `ops` as of `plan_compose`."""
+    """Return for each composed request how many rows its last chunks lack at most; `rows` and `ops` as of
+    `plan_compose`."""
     operations = unpack(_on_host(ops), ComposeOp)
     return [
         sum(-op.tokens % CHUNKS[-1] for op in operations[r.first_op : r.stop_op])
@@ -285,7 +286,7 @@ def unfilled_composed(rows: Tensor, ops: Tensor) -> list[int]:
 
 
 class _Run(NamedTuple):
-    """A run's first row and what stands before it."""
+    """A run's first row and the source of the context before it."""
 
     first: int
     source: tuple[Source, int]
@@ -297,7 +298,7 @@ class _Run(NamedTuple):
 
 @dataclass
 class _Chunks:
-    """The table of chunks as it grows."""
+    """The table of chunks, which grows while a plan is made."""
 
     longest: int
     rows: list[ChunkRow] = field(default_factory=list)
@@ -306,13 +307,13 @@ class _Chunks:
         return len(self.rows)
 
     def add(self, run: _Run, first: int, stop: int) -> None:
-        """Rows [first, stop) of a run."""
+        """Append the chunks of rows [first, stop) of a run."""
         for at in range(first, stop, self.longest):
             self.rows.append(ChunkRow(at, min(self.longest, stop - at), run.first, *run.source))
 
 
 def _chunk_length(lengths: Sequence[int]) -> int:
-    """The cheapest for stretches of such lengths: long chunks waste rows, short ones are many."""
+    """Return the cheapest chunk length for such pieces: long chunks waste rows, short chunks are many."""
 
     def cost(chunk: int) -> int:
         return sum(-(-n // chunk) for n in lengths) * (chunk + _CHUNK_OVERHEAD)
@@ -322,15 +323,15 @@ def _chunk_length(lengths: Sequence[int]) -> int:
 
 def _on_host(program: Tensor) -> Tensor:
     if program.device.type != "cpu":
-        # Reading it would wait for the device in every layer.
+        # A read would wait for the device in every layer.
         raise ValueError(f"programs are planned on the host: one on {program.device} was given")
     return program
 
 
 def _upload(device: torch.device, *tables: tuple[type[tuple], Sequence[tuple[int, ...]]]) -> list[Tensor]:
-    """Tables of rows of a type as int32 [rows, fields] on the device, in one copy that does not wait.
+    """Upload tables of rows to the device, as int32 [rows, fields], in one copy that does not wait.
 
-    Each begins at a multiple of 16 bytes: kernels are compiled for that.
+    Each table begins at a multiple of 16 bytes: compiled kernels assume this alignment.
     """
     flat: list[int] = []
     places: list[tuple[int, int, int]] = []

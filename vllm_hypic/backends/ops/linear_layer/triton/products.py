@@ -1,7 +1,7 @@
 """Matrix products as exact as float32's, on tensor cores, where one side has few significant bits.
 
-Numbers of bf16 and fp16 are numbers of TF32, which has 11 significant bits. Their product with a float32
-matrix needs that one in two TF32 parts, so two products; `tf32x3`, which does not know, takes three.
+TF32, with 11 significant bits, holds all bf16 and fp16 numbers. A product of such numbers with a float32
+matrix needs the matrix in two TF32 parts, so two products; `tf32x3` always takes three.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,9 +1,9 @@
-"""Segment requests: running states with their outputs, and of interiors the state from zero with log T.
+"""Segment requests: running states with their outputs and, for interiors, the state from zero with log T.
 
-A program per (request, head, block of S^T's columns), twice: those of the running state go through all chunks
-of the request and write outputs and, of a leading interior, the record; those of the state from zero go
-through the interior alone, from zero or from what an earlier pass left, and write the record or what a later
-pass takes.
+A program runs one (request, head, block of S^T's columns) of one kind of state. Programs of the running state
+go through all chunks of the request, write outputs and write the record of a leading interior. Programs of
+the state from zero go through the interior alone, from zero or from an earlier pass's carry, and write the
+record or a carry for a later pass.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -162,15 +162,15 @@ def capture_kernel(
 
 @dataclass(frozen=True)
 class Carried:
-    """What the interiors of a plan carry that are cut, in the order of the carries n: `state` [n, H, P, N]
-    float32 and `log_transition` [n, H] float64."""
+    """Carries of interiors that a pass cuts, in the order of the carries n: `state` [n, H, P, N] float32 and
+    `log_transition` [n, H] float64."""
 
     state: Tensor
     log_transition: Tensor
 
     @staticmethod
     def of(plan: SegmentPlan, carries: Sequence[Carry], heads: int, P: int, N: int) -> Carried:
-        """A plan's carries, filled with what earlier passes left of interiors that go on here."""
+        """Return a plan's carries, filled with earlier passes' carries of interiors that continue here."""
         n, device = plan.reach.carries, plan.summaries.device
         made = Carried(
             torch.empty(n, heads, P, N, dtype=torch.float32, device=device),
@@ -182,7 +182,7 @@ class Carried:
         return made
 
     def leave(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
-        """What a later pass takes of interiors that go on there."""
+        """Write the carries of interiors that continue in a later pass."""
         for _, number in plan.left:
             carries[number].state.copy_(self.state[number])
             carries[number].log_transition.copy_(self.log_transition[number])
@@ -198,7 +198,7 @@ def capture(
     records: Records,
     carried: Carried,
 ) -> None:
-    """States and outputs of the plan's requests, and of its interiors records or what is carried on."""
+    """Write states and outputs of the plan's requests, and the records or carries of its interiors."""
     heads, P, N = caches.state.shape[1:]
     columns = shape_of(plan.chunk, P, N).columns
     blocks = P // columns * (2 if len(plan.summaries) else 1)

@@ -1,7 +1,7 @@
 """Composed requests: one walk through rows and records.
 
-A program per (request, head, block of S^T's columns) keeps its columns in registers and goes through the
-request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C.
+A program runs one (request, head, block of S^T's columns), keeps the columns in registers and goes through
+the request's steps in order: the chunks of a piece of rows, then a record, S <- T S + S_C.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -123,7 +123,7 @@ def compose(
     out: Tensor,
     records: Records,
 ) -> None:
-    """States and outputs of the plan's requests."""
+    """Write states and outputs of the plan's requests."""
     heads, P, N = caches.state.shape[1:]
     columns = shape_of(plan.chunk, P, N).columns
     compose_kernel[P // columns, heads, len(plan.scans)](

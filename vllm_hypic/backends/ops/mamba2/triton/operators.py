@@ -1,14 +1,13 @@
-"""The layer operators in Triton: see the package for what they compute.
+"""The layer operators in Triton; the package's docstring defines their results.
 
 A step has one plan per operator (`linear_layer.triton.plan`), made on the host and shared by its layers. A
-layer launches a convolution, a scan or a walk, and an update of convolution contexts, 3 kernels whatever the
-number of requests, pieces and records, and never waits for the device. What Triton compiles does not depend
-on these numbers either: on the layer's shapes, dtypes and strides and the plan's chunk length.
+layer launches 3 kernels for any number of requests, pieces and records: a convolution, a scan or a walk, and
+an update of convolution contexts. A layer never waits for the device. Triton compiles variants by the layer's
+shapes, dtypes and strides and by the plan's chunk length, never by those numbers.
 
-What a call allocates for its own use lives until it returns: what is convolved of a row, and a state for an
-interior that is cut.
+A call allocates memory for the convolved rows and for a state per cut interior, and frees it on return.
 
-`mamba2_segments` and `mamba2_compose` have the signature of the other modules: plan and run in one.
+`mamba2_segments` and `mamba2_compose` have the other modules' signatures: each makes a plan and runs it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def run_segments(
     records: Records,
     carries: Sequence[Carry],
 ) -> None:
-    """`mamba2_segments` of a plan. Raises `IndexError` where it leaves the layer's tensors."""
+    """Run `mamba2_segments` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail, len(carries))
     if not len(plan.scans):
         return
@@ -47,7 +46,7 @@ def run_segments(
 def run_compose(
     plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
 ) -> None:
-    """`mamba2_compose` of a plan. Raises `IndexError` where it leaves the layer's tensors."""
+    """Run `mamba2_compose` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail)
     if not len(plan.scans):
         return
@@ -65,14 +64,14 @@ def mamba2_segments(
     rows: Tensor,
     carries: Sequence[Carry],
 ) -> None:
-    """See the package. `rows` in CPU memory."""
+    """See the package. `rows` must be in CPU memory."""
     run_segments(plan_segments(rows, x.mixed.device), x, weights, caches, out, records, carries)
 
 
 def mamba2_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
-    """See the package. `rows` and `ops` in CPU memory."""
+    """See the package. `rows` and `ops` must be in CPU memory."""
     run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)
 
 

@@ -1,13 +1,13 @@
-"""One chunk of the scan over states: what segment and composed requests have in common.
+"""The scan of states over one chunk, which segment and composed requests share.
 
 A block of columns of S^T [N, P] stays in registers while its program goes from chunk to chunk. With G_t the
-sum of A d up to row t, G_C that of the chunk, and rows s <= t:
+sum of A d up to row t, G_C the sum of the chunk, and rows s <= t:
 
     y_t  =  e^{G_t} S C_t + sum_s e^{G_t - G_s} (C_t . B_s) d_s x_s + D x_t
     S'   =  e^{G_C} S + sum_s e^{G_C - G_s} d_s x_s B_s^T
 
-The products that feed states are as exact as float32's, and so are those that feed outputs in float32. Each
-program finds C . B and the gates anew: beside its products with S that is little, and it needs no memory.
+Products that feed states, and products that feed float32 outputs, are as exact as float32's. Each program
+computes C . B and the gates again: beside the products with S this work is small, and saves memory.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment"
@@ -33,12 +33,12 @@ _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
 def shape_of(chunk: int, P: int, N: int) -> Shape:
-    """How programs hold their columns: with four warps, for C . B beside S takes registers."""
+    """Return the shape of the programs' columns, with four warps: C . B beside S takes registers."""
     return replace(Shape.of(chunk, N, P), warps=4)
 
 
 def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int]:
-    """Constants and options of the kernels that go from chunk to chunk."""
+    """Return the constants and options of the kernels that go from chunk to chunk."""
     shape = shape_of(chunk, P, N)
     return {
         "GROUPS": groups,
@@ -50,13 +50,13 @@ def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int
         "SLICES": N // shape.slice,
         "SLICE": shape.slice,
         "num_warps": shape.warps,
-        # What is loaded ahead takes registers, which the longest states leave none of.
+        # Loads ahead take registers, and the longest states leave none.
         "num_stages": 2 if N <= 128 else 1,
     }
 
 
 def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -> KernelSpec:
-    """What to compile of `kernel` as a launch for 64 heads of 64 columns in 8 groups needs it; all of `types`
+    """Return the spec of `kernel` for a launch with 64 heads of 64 columns in 8 groups; arguments in `types`
     are aligned, slots are not."""
     given = launch(chunk, 64, 8, 64, N)
     warps, stages = given.pop("num_warps"), given.pop("num_stages")
@@ -67,7 +67,7 @@ def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -
 
 
 SIZES = (128, 256)
-"""States that kernels are compiled for where no GPU is."""
+"""Sizes of states for which a check without a GPU compiles the kernels."""
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""The layer operators in Triton; importing any module of these imports Triton."""
+"""The layer operators in Triton; an import of any module of this package imports Triton."""

@@ -1,8 +1,9 @@
-"""The layer operators in Triton: see the package for what they compute.
+"""The layer operators in Triton; the package's docstring defines their results.
 
-Both run a plan, made once a step for all layers (`linear_layer.triton.plan`): a convolution and an update of
-its contexts, 2 kernels that the layers of other families launch, too, and no wait for the device.
-`short_conv_segments` and `short_conv_compose` have the signature of the other modules: plan and run in one.
+Both operators run a plan, made once a step for all layers (`linear_layer.triton.plan`). They launch 2
+kernels, a convolution and an update of its contexts, which layers of other families launch, too, and never
+wait for the device. `short_conv_segments` and `short_conv_compose` have the other modules' signatures: each
+makes a plan and runs it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def run(
     out: Tensor,
     records: Records,
 ) -> None:
-    """Either operator of a plan. Raises `IndexError` where it leaves the layer's tensors."""
+    """Run the operator of the plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     rows = {"value": x.value, "gate": x.gate, "out": out}
     plan.reach.check(rows, caches.slots, records.conv_tail, plan.reach.carries)
     convolve(plan, x.value, weights, caches, records, x.gate, out)
@@ -32,12 +33,12 @@ def run(
 def short_conv_segments(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
 ) -> None:
-    """See the package. `rows` in CPU memory."""
+    """See the package. `rows` must be in CPU memory."""
     run(plan_segments(rows, x.value.device), x, weights, caches, out, records)
 
 
 def short_conv_compose(
     x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
 ) -> None:
-    """See the package. `rows` and `ops` in CPU memory."""
+    """See the package. `rows` and `ops` must be in CPU memory."""
     run(plan_compose(rows, ops, x.value.device), x, weights, caches, out, records)

@@ -1,1 +1,1 @@
-"""Span attention in Triton; importing any module of these imports Triton."""
+"""Span attention in Triton; an import of any module of this package imports Triton."""

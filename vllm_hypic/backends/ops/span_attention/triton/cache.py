@@ -1,6 +1,6 @@
 """Log-sum-exp of causal attention over vLLM's own paged cache, as a Triton kernel.
 
-Where the stock kernel returns its log-sum-exp this is not needed: it reads all private K once more.
+Layers use it only if the stock kernel does not return a log-sum-exp, because it reads all private K again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -89,7 +89,7 @@ def cache_lse(
     query_ranges: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """See the package's docstring; ``query_ranges`` on the CPU, else this waits for the GPU."""
+    """See the package's docstring; waits for the GPU if ``query_ranges`` lies on it."""
     block_size, kv_heads, size = index.shape
     heads = query.shape[1]
     group = heads // kv_heads
@@ -99,7 +99,7 @@ def cache_lse(
     lse = query.new_empty((int(rows.sum()), heads), dtype=torch.float32)
     if not len(tiles):
         return lse
-    # The index counts elements of a block, wherever they lie in it.
+    # The index counts elements of a block in memory order.
     flat = kv_cache.view(len(kv_cache), -1)
     cache_lse_kernel[(len(tiles), kv_heads)](
         query,
@@ -129,7 +129,7 @@ def cache_lse(
 
 
 def _tiles(limits: np.ndarray, rows: np.ndarray, group: int) -> np.ndarray:
-    """``[tiles, FIELDS]`` int32."""
+    """Return the tiles' fields ``[tiles, FIELDS]`` int32."""
     first_output = np.cumsum(rows) - rows
     tiles = [
         (int(first), int(output), int(count), folded, int(row), int(tokens))

@@ -1,6 +1,6 @@
-"""Capturing a segment: K with its rotation undone and V into the pool, as one Triton kernel.
+"""Captures a segment: one Triton kernel undoes K's rotation and writes K and V into the pool.
 
-Latents (MLA) are two such parts of one row: the shared key, whose rotation is undone, and the latent.
+Latents (MLA) are two such parts of one row: the shared key, which the kernel unrotates, and the latent.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,7 +16,7 @@ from .tiles import HeadTiles, load_angles, load_pairs, load_span
 
 LARGEST_FP8 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 ROWS = 16
-"""Rows of one KV head that a program takes."""
+"""Rows of one KV head per program."""
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def stored(rows, scale):
     return rows
 
 
-# The index tensors are another piece of memory in each step: no variants by size and alignment.
+# The index tensors have new sizes and addresses in each step: no variants by size and alignment.
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "slots", "positions"])
 def capture_kernel(
     key,
@@ -126,15 +126,15 @@ def capture_(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Write row ``rows[i]`` of K, its rotation undone, and of V into slot ``slots[i]`` of the pool.
+    """Write row ``rows[i]`` of K, unrotated, and of V into slot ``slots[i]`` of the pool.
 
-    As ``pool_key.index_copy_(0, slots, torch.unrotate(key[rows], table, positions, neox))`` and
+    Corresponds to ``pool_key.index_copy_(0, slots, torch.unrotate(key[rows], table, positions, neox))`` and
     ``pool_value.index_copy_(0, slots, value[rows])``.  ``key``, ``value [tokens, kv_heads, size]``, heads
     contiguous, K rotated; pools ``[slots, kv_heads, size]``, contiguous; ``rows``, ``slots`` and
-    ``positions [n]`` integers on the device, no slot twice, positions those by which K was rotated;
-    ``table [positions, rotary_dim]`` or ``None``.  Pools in FP8 (e4m3) get numbers over ``key_scale`` and
-    ``value_scale``, to the nearest, what is too large as the largest.  Raises ``ValueError`` for other
-    shapes; numbers are not checked.
+    ``positions [n]`` integers on the device, no slot twice; ``positions``: the positions by which K was
+    rotated; ``table [positions, rotary_dim]`` or ``None``.  Pools in FP8 (e4m3) get numbers divided by
+    ``key_scale`` and ``value_scale``, rounded to nearest and clamped to the largest number.  Raises
+    ``ValueError`` for other shapes; does not check numbers.
     """
     kv_heads, size = key.shape[1:]
     for name, given in (("value", value), ("pool_key", pool_key), ("pool_value", pool_value)):
@@ -172,11 +172,11 @@ def capture_latents_(
 ) -> None:
     """Write token ``tokens[i]`` of vLLM's cache of latents into slot ``slots[i]`` of the pool.
 
-    ``cache [blocks, block_size, rank + rope]``: rows ``[c | k_pe]``, ``k_pe`` rotated by ``table
-    [positions, rope]`` at ``positions[i]``, which is undone, or with ``None`` not at all; ``pool [slots, 1,
-    rope + rank]``, contiguous: rows ``[k_pe | c]``; ``tokens``, ``slots``, ``positions [n]`` integers on the
-    device, a token counted through all blocks, no slot twice.  Raises ``ValueError`` for other shapes;
-    numbers are not checked.
+    ``cache [blocks, block_size, rank + rope]``: rows ``[c | k_pe]``.  ``k_pe`` is rotated by
+    ``table [positions, rope]`` at ``positions[i]``, and the call undoes this rotation; with ``None``,
+    ``k_pe`` stays as it is.  ``pool [slots, 1, rope + rank]``, contiguous: rows ``[k_pe | c]``; ``tokens``,
+    ``slots``, ``positions [n]`` integers on the device, tokens counted through all blocks, no slot twice.
+    Raises ``ValueError`` for other shapes; does not check numbers.
     """
     size = cache.shape[-1]
     if cache.dim() != 3 or tuple(pool.shape[1:]) != (1, size) or not 0 < rope < size:
@@ -212,8 +212,8 @@ def _launch(
     token_stride: int,
     scales: tuple[float | None, float | None] = (None, None),
 ) -> None:
-    """``pool_key``, ``pool_value [slots, kv_heads, ...]``; ``strides``: of K and V, from block to block and
-    from head to head."""
+    """Launch the kernel: ``pool_key``, ``pool_value [slots, kv_heads, ...]``; ``strides``: strides of K and
+    V, from block to block and from head to head."""
     if not len(rows):
         return
     kv_heads, size = pool_key.shape[1:]
@@ -240,7 +240,7 @@ def _launch(
 
 
 def _constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dict[str, int | bool]:
-    """The shape of a layer's heads, and of blocks."""
+    """Return the constants that describe a layer's heads and the cache's blocks."""
     return {
         "SIZE": tiles.size,
         "VALUE_SIZE": value_size,

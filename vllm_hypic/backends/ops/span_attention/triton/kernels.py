@@ -1,6 +1,6 @@
 """Span attention as Triton kernels: one program per part of a tile and KV head, then a merge of parts.
 
-``plan.py`` says how the work is divided and what an item holds.
+``plan.py`` explains the division of the work and the fields of an item.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,17 +19,17 @@ from .online import LOG2_E, load_range, load_rows, store_results, turn, weigh
 from .tiles import SMALLEST, HeadTiles, dot_precision, load_angles, load_pairs, load_span
 
 MERGED_PARTS = 16
-"""Parts that are read at a time while merging, so that few waits for memory follow one another."""
+"""Parts that a merge reads at a time: the number keeps waits for memory few."""
 IN_FLIGHT = 1 << 16
-"""Bytes of K and V that a multiprocessor should have asked for while it decodes: twice what the memory of an
-H200 delivers to one of 132 within 0.8 us, which is about how long a request takes."""
+"""Bytes of K and V that a multiprocessor should have requested while decoding: twice what an H200's memory
+delivers to one of 132 multiprocessors within 0.8 us, about the duration of a memory request."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a tile of so many folded rows runs: ``columns`` of K and V at a time.
+    """The launch of a tile: number of ``columns`` of K and V at a time, warps and pipeline stages.
 
-    With three stages slots and positions are read two steps ahead, and what they point to one.
+    With three stages, a program reads slots and positions two steps ahead, and K and V one step ahead.
     """
 
     columns: int
@@ -221,15 +221,14 @@ def attend(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the plan's rows over the public columns that they see.
+    """Return attention of the plan's rows over their visible public columns.
 
-    Arguments as in the package's docstring; ``query``, pools and ``table``: last dimension contiguous, others
-    with any strides.  With ``block_table``, int32 as :meth:`SpanColumns.cached` took one, over vLLM's cache:
-    pools ``[blocks, block_size, kv_heads, size]``, K rotated, so ``table`` is ``None``.  Pools may be
+    Arguments as in the package's docstring; ``query``, pools and ``table``: any strides, last dimension
+    contiguous.  ``block_table``, int32 as given to :meth:`SpanColumns.cached`, selects vLLM's cache: pools
+    are then ``[blocks, block_size, kv_heads, size]``, K is rotated, and ``table`` is ``None``.  Pools may be
     FP8 (e4m3) and count times ``key_scale`` and ``value_scale``.  Returns, for the plan's rows in order,
     ``out [rows, heads, size]`` and natural ``lse [rows, heads]``, float32.  Launches at most four kernels and
-    does not wait for the GPU.  Slots and positions are not checked: what is out of
-    range is read out of bounds.
+    does not wait for the GPU.  Does not check slots and positions: indices out of range read out of bounds.
     """
     _check(query, pool_key, pool_value, table, plan, paged=block_table is not None)
     size = query.shape[2]
@@ -283,8 +282,8 @@ def merge_parts_(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Join the parts of a launch's split tiles: ``part_out [partial rows, kv_heads, size]`` and ``part_lse``,
-    base 2, into ``out [rows, heads, size]`` and natural ``lse [rows, heads]``; all float32, contiguous."""
+    """Merge a launch's split tiles: ``part_out [partial rows, kv_heads, size]`` and ``part_lse``, base 2,
+    into ``out [rows, heads, size]`` and natural ``lse [rows, heads]``; all tensors float32, contiguous."""
     if not len(work.merges):
         return
     size = out.shape[2]
@@ -308,7 +307,7 @@ def merge_parts_(
 def _constants(
     kv_heads: int, group: int, tiles: HeadTiles, neox: bool, dtype: torch.dtype
 ) -> dict[str, int | bool | str]:
-    """The shape of a layer's heads."""
+    """Return the constants that describe a layer's heads."""
     return {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -333,7 +332,7 @@ def _check(
     *,
     paged: bool,
 ) -> None:
-    """Raises ``ValueError`` for shapes, dtypes and strides that the kernels do not take."""
+    """Raise ``ValueError`` for shapes, dtypes and strides that the kernels do not take."""
     size = query.shape[-1]
     if query.dim() != 3 or query.shape[1] != plan.heads or size != plan.head_size:
         raise ValueError(f"query {tuple(query.shape)}: expected [tokens, {plan.heads}, {plan.head_size}]")
@@ -355,9 +354,9 @@ def _check(
 
 
 def _decode_limits(launch: Launch, tiles: HeadTiles, dtype: torch.dtype, pool: str) -> Limits:
-    """A decoded token waits for memory: so many blocks at a time on a multiprocessor as hide that, each of
-    which has asked for its next columns of K and V.  FP8, turned into the query's type, takes more registers:
-    two blocks, whatever that hides."""
+    """Return limits for a decoding launch, whose tokens wait for memory.  Enough blocks must fit on a
+    multiprocessor to hide the wait; each block has requested its next columns of K and V.  FP8, converted to
+    the query's type, takes more registers: two blocks must fit, even if they hide less."""
     ahead = launch.columns * 2 * tiles.size_tile * dtype.itemsize
     blocks = max(2, -(-IN_FLIGHT // ahead)) if pool == "*bf16" else 2
     registers = 65_536 // (blocks * launch.warps * 32) // 8 * 8

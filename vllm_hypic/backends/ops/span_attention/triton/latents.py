@@ -1,13 +1,13 @@
 """Attention over latents (MLA) as a Triton kernel: one KV head whose V is a part of its K.
 
 A column is ``[k_pe | c]``: a key ``k_pe [rope]`` that all heads share, and a latent ``c [rank]``, which is
-the rest of K and all of V.  A query head is ``[q_pe | q_nope W_UK]``, so
+K's other part and all of V.  A query head is ``[q_pe | q_nope W_UK]``, so
 
     score = scale (q_pe . k_pe + q_latent . c)      out = sum softmax(score) c
 
-Each latent is read once for both.  Columns lie in the public pool, where ``k_pe`` is not rotated, or in the
-blocks of vLLM's cache, where it is.  ``../plan.py`` says how the work is divided and what an item holds; for
-a plan ``rank`` is the head size.
+A program reads each latent once for both.  Columns lie in the public pool with ``k_pe`` not rotated, or in
+the blocks of vLLM's cache with ``k_pe`` rotated.  ``../plan.py`` explains the division of the work and the
+fields of an item; for a plan ``rank`` is the head size.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -30,7 +30,7 @@ from .tiles import SMALLEST, dot_precision, load_angles, load_pairs, load_span
 LARGEST_RANK, LARGEST_ROPE = 512, 64
 
 
-# Slots, positions and block tables are other pieces of memory in each step: no variants by alignment.
+# Slots, positions and block tables have new addresses in each step: no variants by alignment.
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def latent_attention_kernel(
     query,
@@ -129,7 +129,7 @@ def latent_attention_kernel(
 
 
 def refuses(rank: int, rope: int) -> str | None:
-    """Why the kernel cannot serve such latents and keys, or ``None``."""
+    """Return why the kernel cannot serve latents and keys of these sizes, or ``None``."""
     if rank % 16 or not 0 < rank <= LARGEST_RANK:
         return f"latents of {rank}: expected a multiple of 16 up to {LARGEST_RANK}"
     if rope % 16 or not 0 < rope <= LARGEST_ROPE:
@@ -148,18 +148,18 @@ def attend_latents(
     scale: float,
     block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the plan's rows over latents that they see.
+    """Return attention of the plan's rows over their visible latents.
 
     ``query [tokens, heads, rank]``, absorbed, and ``query_pe [tokens, heads, rope]``, rotated; ``latents``,
-    ``keys``: the two parts of the pool's rows, ``[slots, rank]`` and ``[slots, rope]``, or with
-    ``block_table``, int32 as :meth:`SpanColumns.cached` took one, those of vLLM's cache, ``[blocks,
-    block_size, ...]``; of one dtype, the last dimension contiguous, both with the same strides.  ``table
-    [positions, rope]``: keys are rotated by it to ``plan.columns.positions`` while read; ``None``: they are
-    taken as they are.
+    ``keys``: the two parts of the pool's rows, ``[slots, rank]`` and ``[slots, rope]``.  ``block_table``,
+    int32 as given to :meth:`SpanColumns.cached`, selects the parts of vLLM's cache,
+    ``[blocks, block_size, ...]``.  All have one dtype and a contiguous last dimension; ``latents`` and
+    ``keys`` have the same strides.  ``table [positions, rope]``: reads rotate keys by it to
+    ``plan.columns.positions``; ``None``: reads do not rotate keys.
 
     Returns, for the plan's rows in order, ``out [rows, heads, rank]`` and natural ``lse [rows, heads]``,
-    float32; a row that sees nothing has ``out = 0`` and ``lse = -inf``.  Launches at most four kernels and
-    does not wait for the GPU.  Slots and positions are not checked.  Raises ``ValueError`` for other shapes.
+    float32; a row that sees no column has ``out = 0`` and ``lse = -inf``.  Launches at most four kernels and
+    does not wait for the GPU.  Does not check slots and positions.  Raises ``ValueError`` for other shapes.
     """
     _check(query, query_pe, latents, keys, table, plan, paged=block_table is not None)
     rank, rope, rotated = query.shape[2], query_pe.shape[2], table is not None
@@ -211,34 +211,35 @@ def join_latents(
     private: SpanPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of rows over both, public latents and those of vLLM's cache: ``[rows, heads, rank]`` float32.
+    """Return attention of rows over public latents and vLLM's cache together, float32
+    ``[rows, heads, rank]``.
 
-    ``query``, ``query_pe``, ``table``: as of :func:`attend_latents`, but of the plans' rows and no others;
-    ``pool [slots, 1, rope + rank]``: rows ``[k_pe | c]``, ``k_pe`` not rotated; ``cache [blocks, block_size,
-    rank + rope]``: rows ``[c | k_pe]``, rotated; ``block_table [requests, blocks]`` int32; ``public``,
-    ``private``: plans of the same rows over the pool and over the cache.  As ``join_`` of the package with
-    ``[q_pe | query]`` for the query and these rows for both K and V, but for the part of the result that
-    belongs to ``k_pe``.
+    ``query``, ``query_pe``, ``table``: as of :func:`attend_latents`, but of the plans' rows alone;
+    ``pool [slots, 1, rope + rank]``: rows ``[k_pe | c]``, ``k_pe`` not rotated;
+    ``cache [blocks, block_size, rank + rope]``: rows ``[c | k_pe]``, rotated;
+    ``block_table [requests, blocks]`` int32; ``public``, ``private``: plans of the same rows over the pool
+    and over the cache.  Corresponds to ``join_`` of the package with ``[q_pe | query]`` for the query and
+    these rows for both K and V, without the result's part that belongs to ``k_pe``.
     """
     rank, rope = query.shape[2], query_pe.shape[2]
     parts = cache[..., :rank], cache[..., rank:]
     joined, own_lse = attend_latents(query, query_pe, *parts, None, neox, private, scale, block_table)
     parts = pool[:, 0, rope:], pool[:, 0, :rope]
     out, lse = attend_latents(query, query_pe, *parts, table, neox, public, scale)
-    # The query's rows are the plan's, so its token rows count the result's.
+    # The query has only the plan's rows, so the plan's token rows are rows of the result.
     merge_rows_(joined, own_lse, out, lse, public.token_rows)
     return joined
 
 
 def warm_up(heads: int, rope: int, table: torch.Tensor | None, neox: bool, cache: torch.Tensor) -> None:
-    """Compile what a layer will run, so that no request waits for it: on data of its own and the first block
-    of ``cache [blocks, block_size, rank + rope]``, vLLM's.
+    """Compile a layer's kernels, so that no request waits for a compilation; the calls run on zeros and on
+    the first block of vLLM's ``cache [blocks, block_size, rank + rope]``.
 
-    To be called once per kind of layer at start-up, with the layer's table.
+    The caller calls this once per kind of layer at start-up, with the layer's table.
     """
     dtype, device, size = cache.dtype, cache.device, cache.shape[2]
     rank = size - rope
-    # One request of few rows, where heads are few, and one of many, both with columns for two parts.
+    # One request has few rows, if heads are few, and the other many; both have columns for two parts.
     columns = 1 + part_columns(1, many_rows(rank, dtype, device))
     rows = 1 + FEW_ROWS // heads + 1
     slots = torch.zeros(columns, dtype=torch.int64, device=device)
@@ -263,7 +264,7 @@ def _launch(block: int) -> dict[str, int]:
 def _constants(
     heads: int, rank: int, rope: int, rotated: bool, neox: bool, dtype: torch.dtype
 ) -> dict[str, int | bool | str]:
-    """The shape of a layer's heads."""
+    """Return the constants that describe a layer's heads."""
     members = rope // 2 if rotated else rope
     return {
         "GROUP": heads,
@@ -288,7 +289,7 @@ def _check(
     *,
     paged: bool,
 ) -> None:
-    """Raises ``ValueError`` for shapes, dtypes and strides that the kernel does not take."""
+    """Raise ``ValueError`` for shapes, dtypes and strides that the kernel does not take."""
     rank, rope = query.shape[-1], query_pe.shape[-1]
     if (reason := refuses(rank, rope)) is not None:
         raise ValueError(reason)

@@ -1,4 +1,4 @@
-"""Merging the public part of attention into the private one, in place, as a Triton kernel."""
+"""The merge of the public part of attention into the private part, in place, as a Triton kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,11 +11,11 @@ import triton.language as tl
 from ...kernel_spec import KernelSpec
 
 NUMBERS = 4096
-"""Numbers of the public and of the private part, each, that a program holds in registers: it takes as many
-rows of one head as have no more, at most 16."""
+"""Numbers of the public part, and of the private part, that a program holds in registers.  The number limits
+the rows of one head per program; the maximum is 16 rows."""
 
 
-# How many rows and tokens there are is new in each step: no variants for 1 and for multiples of 16.
+# The numbers of rows and tokens change in each step: no variants for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["rows", "lse_head_stride"])
 def merge_kernel(
     output,
@@ -66,7 +66,7 @@ def merge_kernel(
 
 
 def rows_at_once(size: int) -> int:
-    """Rows of one head of this size that a program takes."""
+    """Return the rows of one head of this size that a program takes."""
     return min(16, NUMBERS // triton.next_power_of_2(size))
 
 
@@ -79,11 +79,11 @@ def merge_rows_(
 ) -> None:
     """Merge row ``i`` of ``other`` into row ``token_rows[i]`` of ``output``, in place.
 
-    ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and ``other_lse
-    [rows, heads]`` float32, contiguous; ``token_rows [rows]`` int32, none twice, below zero: the row is left
-    out; ``output_lse [rows, heads]`` float32 with any strides, as FlashAttention's ``[heads, rows]``
-    transposed.  A log-sum-exp of -inf or, of ``output``, +inf marks a part without columns.
-    Raises ``ValueError`` for other shapes.
+    ``output [tokens, heads, size]``, heads contiguous; ``other [rows, heads, size]`` and
+    ``other_lse [rows, heads]`` float32, contiguous.  ``token_rows [rows]`` int32, no number twice; a number
+    below zero leaves the row out.  ``output_lse [rows, heads]`` float32 with any strides, also
+    FlashAttention's ``[heads, rows]`` transposed.  A log-sum-exp of -inf, or +inf in ``output_lse``, marks a
+    part without columns. Raises ``ValueError`` for other shapes.
     """
     rows, heads, size = other.shape
     if output.dim() != 3 or tuple(output.shape[1:]) != (heads, size) or output.stride(2) != 1:

@@ -1,8 +1,8 @@
-"""What attention kernels have in common whatever a column is made of: an item of the plan, softmax as columns
-come, and results.
+"""Functions that attention kernels share for all kinds of columns: read an item of the plan, update softmax,
+and write results.
 
-``../plan.py`` says what an item holds.  Softmax is online and in base 2.  A tile that is not split writes
-``out`` and ``lse`` (natural logarithm), another its own rows of ``part_out`` and ``part_lse`` (base 2).
+``../plan.py`` explains the fields of an item.  Softmax is online and in base 2.  A whole tile writes ``out``
+and ``lse`` (natural logarithm); a split tile writes its rows of ``part_out`` and ``part_lse`` (base 2).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

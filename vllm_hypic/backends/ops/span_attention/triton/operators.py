@@ -1,9 +1,9 @@
 """Span attention in Triton, for CUDA.
 
-The three operators with the package's signatures build the plan of a step at each call: they are for tests
-and for layers that run once.  A layer in a model calls :func:`attend` and :func:`merge_rows_` with the plan
-that all layers of the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of
-``pages``, which need none.
+The three operators with the package's signatures make a plan at each call: they serve tests and layers that
+run once.  A layer in a model calls :func:`attend` and :func:`merge_rows_` with the plan that all layers of
+the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of ``pages``, which need
+no plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LARGEST_HEAD = 256
 
 
 def refuses(head_size: int, device: str) -> str | None:
-    """Why the kernels cannot serve such heads here, or ``None``."""
+    """Return why the kernels cannot serve heads of this size on this device, or ``None``."""
     if device != "cuda":
         return f"written for cuda, not {device}"
     if head_size % 8 or not 0 < head_size <= LARGEST_HEAD:
@@ -62,7 +62,7 @@ def span_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package's docstring; waits for the GPU where lengths or ranges lie there."""
+    """See the package's docstring; waits for the GPU if lengths or ranges lie on it."""
     plan = SpanPlan.of(
         SpanColumns.of(slot_mapping, kv_positions),
         query_ranges.cpu().numpy(),
@@ -87,8 +87,8 @@ def cached_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``cache_attention`` of the package's docstring, but for K and V ``[blocks, block_size, kv_heads,
-    size]`` where they lie; waits for the GPU where ranges or lengths lie there."""
+    """Run ``cache_attention`` of the package's docstring over K and V
+    ``[blocks, block_size, kv_heads, size]`` in place; waits for the GPU if ranges or lengths lie on it."""
     ranges = query_ranges.cpu().numpy()
     plan = SpanPlan.of(
         SpanColumns.cached(block_table, ranges[:, 2], ranges[:, 3]),
@@ -111,7 +111,7 @@ def merge_(
     other_lse: torch.Tensor,
     query_ranges: torch.Tensor,
 ) -> None:
-    """See the package's docstring; waits for the GPU where ``query_ranges`` lies there."""
+    """See the package's docstring; waits for the GPU if ``query_ranges`` lies on it."""
     rows = [torch.arange(first, last, dtype=torch.int32) for first, last in query_ranges[:, :2].tolist()]
     token_rows = torch.cat(rows).to(output.device)
     merge_rows_(output, output_lse, other, other_lse, token_rows)
@@ -128,13 +128,13 @@ def warm_up(
     windowed: Sequence[torch.Tensor] = (),
     pool_dtype: torch.dtype | None = None,
 ) -> None:
-    """Compile what a layer will run, so that no request waits for it: on data of its own, on the device.
+    """Compile a layer's kernels, so that no request waits for a compilation; calls run on device zeros.
 
-    To be called once per kind of layer at start-up, with the layer's table; ``windowed``: for a layer with a
-    window K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the first block is read;
-    ``pool_dtype``: of records, where it is not the model's ``dtype``.
+    The caller calls this once per kind of layer at start-up, with the layer's table.  ``windowed``: for a
+    layer with a window, K and V ``[blocks, block_size, kv_heads, size]`` of vLLM's cache, of which the calls
+    read the first block; ``pool_dtype``: dtype of records, if it is not the model's ``dtype``.
     """
-    # One request of few rows and one of many, both with columns for two parts.
+    # One request has few rows and the other many; both have columns for two parts.
     group = heads // kv_heads
     columns = 1 + part_columns(kv_heads, many_rows(head_size, dtype, device))
     many = FEW_ROWS // group + 1
@@ -148,7 +148,7 @@ def warm_up(
     given = query_ranges.numpy(), visible_kv_lens.numpy(), *shape
     plan = SpanPlan.of(twice, *given)
     out, lse = attend(query, key, value, table, neox, plan, scale)
-    # FlashAttention's log-sum-exp lies head by head.
+    # FlashAttention stores its log-sum-exp head by head.
     merge_rows_(query, lse.t().contiguous().t(), out, lse, plan.token_rows)
     if windowed:
         nothing = np.zeros(1 + many, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Public K and V of a record between its slots in the pool and contiguous memory, as one Triton kernel."""
+"""Copies of a record's public K and V between pool slots and contiguous memory, as one Triton kernel."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -62,8 +62,8 @@ def scatter_slots(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """The way back of :func:`gather_slots`: ``pool_key[slots] = key``, ``pool_value[slots] = value``; no slot
-    may occur twice."""
+    """Copy back as the inverse of :func:`gather_slots`: ``pool_key[slots] = key``,
+    ``pool_value[slots] = value``; no slot may occur twice."""
     _copy(pool_key, pool_value, slots, key, value, into_pool=True)
 
 

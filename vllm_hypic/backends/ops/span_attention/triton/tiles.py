@@ -1,9 +1,9 @@
-"""How a head's dimensions are cut into tiles, and the rotation of K tiles while they are read.
+"""The division of a head's dimensions into tiles, and reads of K tiles with their rotation angles.
 
-A rotary table turns pairs of the first ``rotary_dim`` dimensions; the two members of the pairs make two
-tiles of ``half`` dimensions each, the rest of the head one or two more.  Scores are the sum of one dot per
-tile, and do not change when Q's and K's dimensions are permuted alike: the members of interleaved pairs are
-never put back into order.  Tile sizes are powers of two from 16; what is too much is masked.
+A rotary table rotates pairs of the first ``rotary_dim`` dimensions.  The two members of the pairs make two
+tiles of ``half`` dimensions each; the head's other dimensions make one or two more tiles.  A score is a sum
+of one dot product per tile, and equal permutations of Q's and K's dimensions do not change it: kernels leave
+interleaved pairs apart.  Tile sizes are powers of two from 16; masks cover surplus dimensions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 SMALLEST = 16
-"""Tensor cores take no fewer dimensions of fp16 and bf16."""
+"""Fewest dimensions of fp16 and bf16 that tensor cores take."""
 
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """Tiles of a head of ``size`` dimensions whose first ``2 * half`` are rotated in pairs.
+    """Tiles of a head of ``size`` dimensions, of which kernels rotate the first ``2 * half`` in pairs.
 
-    ``half_tile``: of a pair's members, 0 without rotation; ``tail``, ``rest``: tiles of the dimensions that
-    are not rotated, 0 where there are none; ``size_tile``: of all dimensions, for V.
+    ``half_tile``: tile of a pair's members, 0 without rotation; ``tail``, ``rest``: tiles of the dimensions
+    without rotation, 0 if absent; ``size_tile``: tile of all dimensions, for V.
     """
 
     size: int
@@ -37,7 +37,7 @@ class HeadTiles:
 
     @staticmethod
     def of(size: int, rotary_dim: int) -> HeadTiles:
-        """Raises ``ValueError`` for a rotary dimension that is odd or larger than the head."""
+        """Return the tiles.  Raises ``ValueError`` for a rotary dimension that is odd or above ``size``."""
         if rotary_dim % 2 or not 0 <= rotary_dim <= size:
             raise ValueError(f"rotary dimension {rotary_dim}: expected an even number up to {size}")
         half, unrotated = rotary_dim // 2, size - rotary_dim
@@ -53,7 +53,7 @@ def _padded(dimensions: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are taken: fp32 by three TF32 products, which keeps its digits."""
+    """Return the precision of products of this dtype: fp32 by three TF32 products, which keep its digits."""
     return "tf32x3" if dtype == torch.float32 else "ieee"
 
 
