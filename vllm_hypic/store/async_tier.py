@@ -52,8 +52,8 @@ class Item:
 
 @dataclass
 class _Intent:
-    """The state of a name after its pending operations: ``present`` says whether the tier then has the
-    object. ``operations`` counts the pending operations, hanging operations included."""
+    """Whether the object is ``present`` once all pending ``operations``, even hanging operations, have
+    ended."""
 
     present: bool
     operations: int = 0
@@ -89,8 +89,7 @@ class AsyncTier:
     # -- life
 
     def start(self) -> None:
-        """Open the tier in the background, try again until it is open, then start the threads of reads and
-        writes."""
+        """Open the tier in the background, again and again until it is open; then start reads and writes."""
         self._threaded = True
         threading.Thread(target=self._keep_opening, name=f"hypic-{self.name} (open)", daemon=True).start()
 
@@ -122,8 +121,7 @@ class AsyncTier:
         return True
 
     def _limit_lives(self) -> None:
-        """Let objects that the tier already holds expire as if written now: a tier forgets expiries with
-        its process."""
+        """Let held objects expire as if written now: a tier forgets expiries when its process ends."""
         if self._settings.ttl_s is None:
             return
         latest = self._wall() + self._settings.ttl_s
@@ -158,8 +156,7 @@ class AsyncTier:
 
     @property
     def settled(self) -> bool:
-        """Whether the tier is open, or known to fail, so that the start of the store need not wait for the
-        tier."""
+        """Whether the tier is open or known to fail, so that nothing needs to wait for it."""
         return self.opened or self._failing
 
     @property
@@ -185,8 +182,7 @@ class AsyncTier:
         return self._tells and self.may_hold(name)
 
     def idle(self) -> bool:
-        """Return whether no write is pending, or no write is possible because the tier is closed or
-        bypassed."""
+        """Return whether no write is pending, or the tier is closed or bypassed and takes no write."""
         return not self.opened or not self.writes.up or self.writes.idle()
 
     def at_rest(self) -> bool:
@@ -210,8 +206,8 @@ class AsyncTier:
         """Read the object; return the finished task, whose value is ``None`` if the tier has no such object.
 
         ``limit``: bytes; ``patience_s``: seconds.  Raises :class:`Unavailable` when the tier is bypassed,
-        fails or hangs. The store may interrupt a caller whose time is over; statistics still count the tier's
-        late result.
+        fails or hangs.  The store may interrupt a caller whose time is over; statistics still count the late
+        result.
         """
         if not self.readable:
             raise Unavailable(_BYPASSED)
@@ -232,19 +228,15 @@ class AsyncTier:
             _keep(self.stats.read_seconds, io.seconds)
 
     def probe(self, name: ObjectName, limit: int, patience_s: float) -> None:
-        """Test a bypassed tier with a read, if the circuit breaker allows a try.  No fetch waits for the
-        read."""
+        """Test a bypassed tier with a read, if the breaker allows a try.  No fetch waits for the read."""
         if self.opened and not self.readable and not self.reads.backlog() and self.reads.accepts():
             io = IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s)
             Task(self._counted(self.reads.submit(io)))
 
     async def look_for(self, names: Sequence[ObjectName], until: float) -> tuple[Sequence[ObjectName], str]:
         """Return the ``names`` that the tier has after all ended writes, and the reason if the tier cannot
-        answer.
-
-        A tier that can tell answers for all names.  Any other tier returns only the first name that it finds
-        by ``until`` (seconds of the store's clock).
-        """
+        answer.  A tier that cannot tell at once returns only the first name that it finds by ``until``
+        (store's clock)."""
         if not (self.opened and self.reads.accepts()):
             return (), _BYPASSED
         there = [name for name in names if self.may_hold(name)]
@@ -320,8 +312,7 @@ class AsyncTier:
             self._over(name)
 
     def _put_now(self, item: Item) -> float | None:
-        """Call the tier; return the seconds that the call takes, or ``None`` if the object is deleted or
-        expired."""
+        """Call the tier; return the call's seconds, or ``None`` if the object is deleted or expired."""
         with self._lock:
             expired = item.expires is not None and item.expires <= self._wall()
             if expired or not self._intents[item.name].present:
@@ -368,8 +359,7 @@ class AsyncTier:
     async def _control(
         self, what: str, call: Callable[[], object], again_after_timeout: bool = False
     ) -> None:
-        """Make a call that waits while the tier is bypassed.  A failed call goes back to the head of the
-        queue."""
+        """Make a call that waits while the tier is bypassed; a failed call is the first to be tried again."""
         for tries in range(1, _CONTROL_TRIES + 1):
             io = IoTask(what, call, self._settings.write_deadline_s, stays=True)
             try:
@@ -409,8 +399,7 @@ class AsyncTier:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Refresh the levels, unless writes are bypassed: a refresh may succeed, and end the bypass, while
-        writes fail."""
+        """Refresh the levels, unless writes are bypassed: a look may work while writes fail."""
         if not self._refreshing and self.writes.up and not self._closing:
             self._refreshing = True
             Task(self._look_how_full())
@@ -429,8 +418,7 @@ class AsyncTier:
         self._refreshing = False
 
     def _levels(self) -> tuple[tuple[int, int | None], int, Counts | None]:
-        """Call the tier; return bytes used and budget, the number of objects, and the counts of objects
-        that left."""
+        """Call the tier; return bytes used and budget, objects held, and counts of objects that left."""
         objects = sum(1 for _ in self.tier.held() or ()) if self._tells else 0
         return self.tier.used(), objects, getattr(self.tier, "counts", None)
 

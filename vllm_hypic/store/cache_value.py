@@ -17,8 +17,7 @@ def object_name(key: str, rank: int = 0, world: int = 1) -> ObjectName:
 
 @dataclass(frozen=True)
 class CacheValue:
-    """The saving and the price of a record: ``tokens`` and ``flops`` of the prefill that a hit saves, and
-    ``nbytes``."""
+    """The ``tokens`` and ``flops`` of the prefill that a hit saves, and the ``nbytes`` of the record."""
 
     tokens: int
     flops: float

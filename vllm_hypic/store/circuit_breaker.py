@@ -41,8 +41,7 @@ class CircuitBreaker:
         return self._failed_at + self._back_off_s
 
     def allows(self, now: float) -> bool:
-        """Return whether an operation may start: always while closed, after the back-off as the probe.
-        Changes nothing."""
+        """Return whether an operation may start: always while closed, or as the probe.  Changes nothing."""
         return self.closed or (self.state is State.OPEN and now >= self.retry_at)
 
     def starts(self) -> None:
@@ -51,8 +50,7 @@ class CircuitBreaker:
             self.state = State.HALF_OPEN
 
     def failed(self, now: float, started: float) -> bool:
-        """Note that an operation begun at ``started`` failed; return whether the failure opens a closed
-        breaker.
+        """Note the failure of an operation begun at ``started``; return whether it opens a closed breaker.
 
         An operation that began before the breaker last closed says nothing about the time after the closing.
         """

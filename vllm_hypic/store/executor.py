@@ -47,13 +47,9 @@ class Refused(Failed):
 
 
 class IoTask(Future[T]):
-    """One blocking call: ends with the call's result, or with :class:`Dropped`, :class:`TimedOut` or
-    :class:`Failed`.
-
-    ``what`` names the call in the log.  ``patience_s``: the most seconds that the call may run.  ``stays``:
-    keep the task in the queue while its tier is bypassed.  ``until``: the time at which a task that has not
-    begun is given up.
-    """
+    """One blocking call: ends with its result, or with :class:`Dropped`, :class:`TimedOut` or
+    :class:`Failed`.  ``what`` names the call in the log.  A task that ``stays`` waits while its tier is
+    bypassed.  The executor gives up a task that has not begun at ``until``."""
 
     def __init__(
         self,
@@ -73,8 +69,8 @@ class IoTask(Future[T]):
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
 
     def follow(self, call: Callable[[], S]) -> Future[S]:
-        """Let the task's thread run ``call`` next, unwatched and without the lock; return the future of the
-        result.
+        """Let the task's thread run ``call`` next, unwatched and without the lock; return the result's
+        future.
 
         Only the coroutine that has just received the task's value may call this, before it waits again.
         """
@@ -91,8 +87,8 @@ class WatchdogExecutor:
     may start.
 
     ``lock`` is the owner's lock.  Calls run without it.  Callers hold it for all methods but :meth:`run_one`,
-    :meth:`idle` and :meth:`expire`, which take it.  Before :meth:`start` there are no threads:
-    :meth:`run_one` does their work.
+    :meth:`idle` and :meth:`expire`, which take it.  Without :meth:`start`, :meth:`run_one` does the threads'
+    work.
     """
 
     def __init__(
@@ -126,8 +122,8 @@ class WatchdogExecutor:
 
     @property
     def up(self) -> bool:
-        """Whether calls may run without a bypass: the breaker is closed, and fewer than ``most_hung``
-        threads hang."""
+        """Whether calls are not bypassed: the breaker is closed, and fewer than ``most_hung`` threads
+        hang."""
         return self.breaker.closed and self._hung < self._most_hung
 
     def accepts(self) -> bool:
@@ -136,8 +132,7 @@ class WatchdogExecutor:
         return room and self._hung < self._most_hung and self.breaker.allows(self._clock())
 
     def submit(self, task: IoTask[T], *, first: bool = False) -> IoTask[T]:
-        """Queue ``task``, at the head if ``first``, and return it; without room, the task ends with
-        :class:`Dropped`."""
+        """Queue ``task`` (``first``: at the head); without room, the task ends with :class:`Dropped`."""
         if self._stopped:
             task.fail(Dropped("the tier is closed"))
         elif len(self._queue) >= MOST_QUEUED:
@@ -163,8 +158,7 @@ class WatchdogExecutor:
         return len(self._queue)
 
     def expire(self, now: float) -> None:
-        """Give up the calls that exceed their patience, and the queued tasks past their ``until``, at time
-        ``now``."""
+        """Give up, at ``now``, calls that exceed their patience and queued tasks past their ``until``."""
         with self._lock:
             for task in [task for task in self._queue if now >= task.until]:
                 self.withdraw(task)
@@ -216,8 +210,7 @@ class WatchdogExecutor:
             del task  # the task holds the object's bytes
 
     def _until_probe(self) -> float | None:
-        """Return the seconds until the back-off of a queued task ends; ``None``: only an event starts a
-        task."""
+        """Return the seconds until a queued task's back-off ends; ``None``: time alone starts no task."""
         if not self._queue or self.breaker.closed:
             return None
         wait = self.breaker.retry_at - self._clock()
@@ -264,8 +257,7 @@ class WatchdogExecutor:
         return True
 
     def _came_back(self, returned: Future[None]) -> bool:
-        """Note the return of an abandoned thread; return whether the thread goes on because none replaced
-        it."""
+        """Note that an abandoned thread returns; return whether it goes on, because none replaced it."""
         self._hung -= 1
         returned.set(None)
         self._wake.notify_all()

@@ -14,11 +14,10 @@ class Verdict(Enum):
 
     TAKEN = "taken"
     DAMAGED = "damaged"
-    """The object is truncated, altered, or no record.  The store deletes and counts it, and asks the next
+    """A truncated or altered object, or no record: the store deletes and counts it, and asks the next
     tier."""
     FOREIGN = "foreign"
-    """The object is a whole record of another model, version or layout.  The store treats it like a
-    damaged object."""
+    """A whole record of another model, version or layout: the store treats it like a damaged object."""
 
 
 Reader = Callable[[memoryview], Verdict]
@@ -38,8 +37,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The end of a prefetch.  ``tier`` names the source of the object; ``None``: no tier had a sound
-    object in time."""
+    """The end of a prefetch.  ``tier``: the object's source; ``None``: no tier had a sound object in time."""
 
     name: ObjectName
     tier: str | None

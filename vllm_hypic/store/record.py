@@ -261,8 +261,7 @@ def seal_record(buffer: memoryview) -> None:
 
 
 def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
-    """Return the record in ``data`` if it is whole, unaltered and the expected record; otherwise return the
-    fault.
+    """Return the record in ``data`` if it is whole, unaltered and the expected record; else return the fault.
 
     Raises nothing, whatever the bytes.  Copies nothing but the header's body, and trusts no length in the
     bytes before a comparison with ``len(data)``.
@@ -295,9 +294,8 @@ def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
 def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
     """Return namespace, key and cache value of the object that begins with ``prefix``, or the fault.
 
-    The function does not look at the payload.  ``TRUNCATED``: ``prefix`` ends within the header;
-    :data:`PEEK_BYTES` always suffice, and 16 KiB suffice for most headers.  Raises nothing, whatever the
-    bytes.
+    The function does not look at the payload.  ``TRUNCATED``: ``prefix`` ends within the header.
+    :data:`PEEK_BYTES` always suffice, 16 KiB for most headers.  Raises nothing, whatever the bytes.
     """
     data = memoryview(prefix)
     lengths = _read_prefix(data)
@@ -427,8 +425,7 @@ def _decode(body: bytes) -> RecordHeader | None:
 
 
 def _from_fields(fields: object) -> RecordHeader | None:
-    """Return the header, or ``None`` if a field's type is wrong (an int is no float).  :func:`_problem`
-    checks values, and refuses bools as integers."""
+    """Return the header; ``None``: a type is wrong (an int is no float).  :func:`_problem` refuses bools."""
     match fields:
         case {
             "namespace": str(namespace),
@@ -462,8 +459,7 @@ def _section(row: object) -> Section | None:
 
 
 def _problem(header: RecordHeader) -> str | None:
-    """Return the reason why no record can have ``header``, or ``None``.  The types of the fields must be
-    right."""
+    """Return why no record can have ``header``, or ``None``.  The types of the fields must be right."""
     for digest in (header.namespace, header.key, *([header.base] if header.base else [])):
         if _DIGEST.fullmatch(digest) is None:
             return f"{digest[:80]!r}: expected a digest of 64 hex digits"

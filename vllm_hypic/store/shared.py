@@ -25,9 +25,8 @@ def shared_tiers(config: StoreConfig) -> dict[str, str]:
 def identity_of(tier: TierConfig) -> str | None:
     """Return the identity that a shared tier has in all engines, or ``None`` for a tier that is not shared.
 
-    The identity is a digest of the tier's type and of a text.  The text is the name in ``shared``, or, if
-    ``shared`` is true, the configured address without user and password.  All engines must therefore write
-    the text alike.
+    The identity is a digest of the tier's type and of the name in ``shared`` (true: the configured address
+    without user and password).  All engines must therefore write name or address alike.
     """
     if not isinstance(tier, DiskConfig | RedisConfig | LMCacheServerConfig) or not tier.shared:
         return None

@@ -1,7 +1,7 @@
 """Coroutines without an event loop: the thread that brings a result runs the waiting coroutines at once.
 
-A fetch or a write therefore reads from top to bottom, and no thread stands between a tier's thread and a
-reader. Nothing here locks: callers hold the one lock that guards the state of the coroutines.
+So a fetch or a write reads from top to bottom, and no thread stands between a tier's thread and a reader.
+Nothing here locks: callers hold the one lock that guards the state of the coroutines.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ class Unavailable(Exception):
 
 
 class Future(Generic[T]):
-    """A value or an error, present or to come.  The first value or error counts.  Any number of tasks may
-    wait."""
+    """A value or an error, present or to come; the first result counts.  Any number of tasks may wait."""
 
     __slots__ = ("_error", "_value", "_waiting", "done")
     _value: T

@@ -41,8 +41,7 @@ Source = AsyncTier | Writing
 
 @dataclass
 class _Fetch:
-    """A fetch that the store has not reported.  The reader never runs after ``ended`` is set, nor twice at
-    a time."""
+    """A fetch without a report yet.  The reader never runs after ``ended`` is set, nor twice at a time."""
 
     name: ObjectName
     limit: int
@@ -62,8 +61,7 @@ class _Fetch:
             self.task.interrupt(Unavailable("its time is over"))
 
     def read(self, data: memoryview) -> Verdict | None:
-        """Run the reader on the thread that brought the object; return the verdict, or ``None`` if the
-        reader fails."""
+        """Run the reader on the thread that brought the object; return ``None`` if the reader fails."""
         try:
             return self.reader(data) if data.nbytes <= self.limit else Verdict.DAMAGED
         except Exception:
@@ -102,8 +100,7 @@ class TieredStore:
     # -- life
 
     def open(self) -> None:
-        """Start the threads and wait for the tiers to open, at most ``open_s``; slower tiers join when
-        they are open."""
+        """Start the threads; wait at most ``open_s`` for the tiers to open.  Slower tiers join when open."""
         self._threaded = True
         with self._lock:
             self._writes.start()
@@ -117,8 +114,7 @@ class TieredStore:
                 logger.warning("tier %s: bypassed until it opens, not open after %.3g s", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all committed objects are in the tiers that are up; return False after ``timeout_s``
-        seconds."""
+        """Wait until the tiers that are up have all committed objects; return False after ``timeout_s``."""
         return _wait_until(self._drained, timeout_s)
 
     def _drained(self) -> bool:
@@ -178,9 +174,8 @@ class TieredStore:
         finish: Callable[[memoryview], None] | None = None,
         rests_on: tuple[ObjectName, ...] = (),
     ) -> None:
-        """Take over the filled buffer; ``finish`` (checksum) and the tiers' writes follow in the
-        background. The write counts as a use of the objects in ``rests_on``, so that tiers keep them
-        longer."""
+        """Take over the filled buffer; ``finish`` (checksum) and the tiers' writes follow in the background.
+        The write counts as a use of the objects in ``rests_on``, so that tiers keep them longer."""
         expires = self._latest()
         with self._lock:
             if self._writes.commit(reservation, finish, expires, rests_on):
@@ -195,12 +190,10 @@ class TieredStore:
     # -- reading
 
     def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
-        """Start a fetch; return False when no tier can have the object (no fetch starts, and no report
-        follows).
+        """Start a fetch; return False, without a fetch or a report, when no tier can have the object.
 
-        A fetch also finds objects in the queue.  ``limit``: the most bytes of the object.  ``spent_s``: the
-        part of the deadline that earlier fetches for this object took.  Raises ``ValueError`` before the
-        report of an earlier fetch of ``name``.
+        A fetch also finds objects in the queue.  ``spent_s``: the part of the deadline that fetches of
+        preceding objects took.  Raises ``ValueError`` before the report of an earlier fetch of ``name``.
         """
         with self._lock:
             if name in self._fetches:
@@ -296,10 +289,9 @@ class TieredStore:
             return True if all(tier.holds(name) for tier in self._tiers) else None
 
     def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
-        """Start a search for ``names``, which ends within the deadline.  A tier that can tell answers for
-        all names; any other tier finds at least the first name.  ``tier``: ask only this tier, after its
-        present writes of ``names`` (``KeyError`` without such a tier).  ``None``: ask all tiers; objects
-        in the queue count as found."""
+        """Start a search for ``names``, which ends within the deadline.  A tier that cannot tell at once
+        finds at least the first name.  ``tier``: ask only this tier, after its present writes of ``names``
+        (``KeyError``: no such tier).  ``None``: ask all tiers; objects in the queue count as found."""
         asked = [t for t in self._tiers if tier in (None, t.name)]
         if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")

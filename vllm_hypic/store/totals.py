@@ -25,8 +25,7 @@ LEVELS = ("bytes_used", "bytes_budget", "objects")
 
 
 def add_stats(one: StoreStats | None, other: StoreStats | None) -> StoreStats | None:
-    """Return the summed statistics of two ranks: counts and levels add up; a tier is up when both ranks
-    say so."""
+    """Return the summed statistics of two ranks: counts and levels add up; both ranks must say ``up``."""
     if one is None or other is None:
         return one or other
     names = [*one.tiers, *(n for n in other.tiers if n not in one.tiers)]

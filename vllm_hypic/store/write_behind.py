@@ -38,11 +38,9 @@ class Writing:
         self.expires, self.rests_on = expires, rests_on
         self.withdrawn = False
         self.finished: Future[None] = Future()
-        """Ends when the object is complete; fails when the object is deleted before, or cannot be
-        completed."""
+        """Ends when the object is complete; fails when it is deleted before or cannot be completed."""
         self.ended: defaultdict[str, Future[str]] = defaultdict(Future)
-        """Ends, for each tier, with an empty text, or with the reason why the tier does not have the
-        object."""
+        """Ends, per tier, with an empty text, or with the reason why the tier does not have the object."""
         self._owner = owner
 
     async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
