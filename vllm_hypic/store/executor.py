@@ -69,8 +69,7 @@ class IoTask(Future[T]):
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
 
     def follow(self, call: Callable[[], S]) -> Future[S]:
-        """Let the task's thread run ``call`` next, unwatched and without the lock; return the result's
-        future.
+        """Let the task's thread run ``call`` next, unwatched and without the lock; return a future result.
 
         Only the coroutine that has just received the task's value may call this, before it waits again.
         """

@@ -14,7 +14,7 @@ class Verdict(Enum):
 
     TAKEN = "taken"
     DAMAGED = "damaged"
-    """A truncated or altered object, or no record: the store deletes and counts it, and asks the next
+    """A truncated or altered object, or no record: the store deletes and counts it, then asks the next
     tier."""
     FOREIGN = "foreign"
     """A whole record of another model, version or layout: the store treats it like a damaged object."""

@@ -1,5 +1,4 @@
-"""The interface of eviction policies: bookkeeping only, without bytes; the order of calls is the only
-clock."""
+"""The interface of eviction policies: bookkeeping only, without bytes; the order of calls is the clock."""
 
 from __future__ import annotations
 
@@ -33,10 +32,8 @@ class EvictionPolicy(Protocol):
     def worst_first(self) -> Iterator[str]:
         """Yield all held keys in the order of eviction.  Changes nothing.
 
-        Raises ``RuntimeError`` when the policy changes before the walk ends: collect victims, then remove
-        them.
+        Raises ``RuntimeError`` when the policy changes before the walk ends: collect all victims first.
         """
 
     def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
-        """Return whether the object deserves the place of ``victims`` (none: there is room).  Changes
-        nothing."""
+        """Return whether the object deserves the place of ``victims`` (none: free room).  Changes nothing."""

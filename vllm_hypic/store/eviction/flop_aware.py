@@ -20,8 +20,7 @@ GHOSTS_PER_HELD = 8
 
 
 class FlopAwarePolicy:
-    """Evicts by the score of :mod:`.ranking`; admits an object that is expected to save more than its
-    victims.
+    """Evicts by the score of :mod:`.ranking`; admits an object that should save more than its victims.
 
     The expected saving of an object is its FLOPs over the time since its last access.  The last access of a
     newcomer is the access before the current miss.  ``admission`` "always" admits every object.

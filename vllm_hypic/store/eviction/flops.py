@@ -27,8 +27,8 @@ class FlopModel:
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """Return the model of a transformers text configuration.
 
-        Missing sizes have defaults: 4096 for the hidden size, ``hidden / 128`` heads, all heads for K and V,
-        ``hidden / heads`` for the head size, ``4 x hidden`` for the MLP.
+        Missing sizes have defaults: 4096 for the hidden size, ``hidden / 128`` heads, as many heads of K and
+        V, ``hidden / heads`` for the head size, ``4 x hidden`` for the MLP.
         """
 
         def number(default: int, *names: str) -> int:
@@ -63,8 +63,7 @@ def _intermediate(config: object, hidden: int) -> int:
 
 
 def _number(config: object, default: int, *names: str) -> int:
-    """Return the first of these attributes that is a positive integer, equal in all layers; else
-    ``default``."""
+    """Return the first attribute that is a positive integer, equal in all layers; else ``default``."""
     for name in names:
         try:
             value = getattr(config, name, None)

@@ -1,5 +1,4 @@
-"""A policy that evicts the least recently used object: all objects have equal worth, and all newcomers
-enter."""
+"""A policy that evicts the least recently used object: all objects have equal worth, all newcomers enter."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ is the object's FLOPs saved per byte, relative to the densest held object.  In l
 plus ``alpha`` times value, both normalised.  The score uses the logarithm of age because the chance of
 another use falls about with 1 over the time since the last use.
 
-Densities are rounded to half octaves.  Use alone orders the objects of one such grade.  The worst object is
-therefore the oldest object of one of a few dozen grades, whatever ``alpha`` is: ``alpha`` can change at any
-time, and a use is O(1).
+Densities are rounded to half octaves.  Use alone orders the objects of one such grade, so the worst object is
+the oldest object of one of a few dozen grades.  ``alpha`` can therefore change at any time, and a use is
+O(1).
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class Ranking:
         order.move_to_end(key)
 
     def regrade(self, key: str, grade: int) -> None:
-        """Change the grade without a use; ``KeyError`` for unknown keys.  O(objects of the new grade), and
-        rare."""
+        """Change the grade, without a use; ``KeyError`` for unknown keys.  O(objects of that grade); rare."""
         if grade == self._grades[key]:
             return
         used = self.used(key)

@@ -1,5 +1,4 @@
-"""Inputs and results of placement: a record's boundaries, the depths that requests share, and the work of
-prefills.
+"""Inputs and results of placement: a record's boundaries, depths that requests share, work of prefills.
 
 A record has ``n`` boundaries, ``1`` to ``n``, a fixed number of tokens apart.  Boundary 0 is the record's
 begin, whose state is always known.  A request that shares ``d`` boundaries resumes from the deepest state at
@@ -20,9 +19,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Depths:
-    """How deep requests share a record: ``weights[d]`` counts requests that share exactly ``d`` boundaries.
-    ``work[d]``: the work from the record's begin to boundary ``d``, in any unit, 0 first and never falling.
-    Both ``float64 [n + 1]``."""
+    """``weights[d]``: number of requests that share exactly ``d`` boundaries.  ``work[d]``: work from the
+    record's begin to boundary ``d``, in any unit, 0 first and never falling.  Both are ``float64 [n +
+    1]``."""
 
     weights: Floats
     work: Floats
@@ -37,8 +36,7 @@ class Depths:
         return len(self.weights) - 1
 
     def judged(self, kept: Sequence[int]) -> Placement:
-        """Return the placement of states at the boundaries ``kept``, with the work that it saves under these
-        depths."""
+        """Return the placement of states at the boundaries ``kept``, and its saving under these depths."""
         places = np.unique(np.array([0, *kept], dtype=np.int64))
         resumed = places[np.searchsorted(places, np.arange(len(self.work)), side="right") - 1]
         saved = float(self.weights @ self.work[resumed])
@@ -57,5 +55,4 @@ class Placer(Protocol):
     """A rule that decides which boundaries keep a state."""
 
     def place(self, depths: Depths, count: int) -> Placement:
-        """Return at most ``count`` boundaries of the record; a rule may leave out boundaries that save
-        nothing."""
+        """Return at most ``count`` boundaries of the record; boundaries that save nothing may be missing."""

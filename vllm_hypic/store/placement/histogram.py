@@ -24,8 +24,7 @@ class DepthHistogram:
         self._scale = 1.0  # of the next count: growing it shrinks the weight of all others
 
     def observe(self, boundary: int | None) -> None:
-        """Count an overlap of ``boundary`` boundaries, 0 or more; ``None``: only let the earlier counts
-        age."""
+        """Count an overlap of ``boundary`` boundaries, 0 or more; ``None``: only age the earlier counts."""
         if boundary is None:
             boundary, count = 0, 0.0
         else:
@@ -40,8 +39,7 @@ class DepthHistogram:
             self._scale = 1.0
 
     def weights(self, boundaries: int) -> Floats:
-        """Return the weights of the depths 0 to ``boundaries``, ``[boundaries + 1]``: the latest overlap
-        weighs 1."""
+        """Return the weights of the depths 0 to ``boundaries``, ``[boundaries + 1]``; the latest weighs 1."""
         found = np.zeros(boundaries + 1)
         counts = self._counts[: boundaries + 1]
         found[: len(counts)] = counts

@@ -6,7 +6,7 @@
     best_m[j] = max over i <= j of  best_{m-1}[i] + (W[j] - W[i]) F(j)
 
 For a fixed ``j``, a line of slope ``F(j)`` touches the best point ``(W[i], best[i])`` last: a vertex of the
-points' upper hull.  ``i > j`` need not be left out: such a point gives at most ``best_{m-1}[j]``, because
+points' upper hull.  Points with ``i > j`` may stay: they give at most ``best_{m-1}[j]``, because
 ``F`` falls.  Hulls of ordered points take O(N), so that the whole takes O(N M) and a binary search of numpy's
 for each query.  ``N`` counts the boundaries where requests end: other boundaries are never better.
 """
@@ -32,8 +32,7 @@ class OptimalPlacer:
 
 
 def _chosen(work: Floats, sharing: Floats, count: int) -> list[int]:
-    """Return the numbers of the points that save most.  ``work`` rises, ``sharing`` falls; both are
-    ``[N]``."""
+    """Return the numbers of the points that save most: ``work`` rises, ``sharing`` falls, both ``[N]``."""
     numbers = np.arange(len(work))
     best: Floats = work * sharing
     before: list[np.ndarray] = []

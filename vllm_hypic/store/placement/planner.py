@@ -21,8 +21,7 @@ from .optimal import OptimalPlacer
 Plan = tuple[int, ...]
 """Depths in tokens, ascending."""
 MOST_PLANS = 4096
-"""Plans kept between two refreshes.  Records that no request shares have many lengths, and cause no
-refresh."""
+"""Plans kept between two refreshes: records that no request shares have many lengths and refresh nothing."""
 
 
 class CheckpointPlanner:
