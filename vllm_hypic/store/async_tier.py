@@ -52,8 +52,7 @@ class Item:
 
 @dataclass
 class _Intent:
-    """Whether the object is ``present`` once all pending ``operations``, even hanging operations, have
-    ended."""
+    """Whether the object is ``present`` after all pending ``operations``, hanging operations included."""
 
     present: bool
     operations: int = 0
@@ -116,7 +115,7 @@ class AsyncTier:
             if self._threaded:
                 self.reads.start()
                 self.writes.start()
-        if closing:  # while it was opening
+        if closing:  # stop() came while the tier was opening
             self.close()
         return True
 
@@ -182,7 +181,7 @@ class AsyncTier:
         return self._tells and self.may_hold(name)
 
     def idle(self) -> bool:
-        """Return whether no write is pending, or the tier is closed or bypassed and takes no write."""
+        """Return whether no write is pending, or the tier takes no write because it is closed or bypassed."""
         return not self.opened or not self.writes.up or self.writes.idle()
 
     def at_rest(self) -> bool:
@@ -399,7 +398,7 @@ class AsyncTier:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Refresh the levels, unless writes are bypassed: a look may work while writes fail."""
+        """Refresh the levels, unless writes are bypassed: a successful look would end the bypass."""
         if not self._refreshing and self.writes.up and not self._closing:
             self._refreshing = True
             Task(self._look_how_full())

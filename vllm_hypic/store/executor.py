@@ -48,8 +48,9 @@ class Refused(Failed):
 
 class IoTask(Future[T]):
     """One blocking call: ends with its result, or with :class:`Dropped`, :class:`TimedOut` or
-    :class:`Failed`.  ``what`` names the call in the log.  A task that ``stays`` waits while its tier is
-    bypassed.  The executor gives up a task that has not begun at ``until``."""
+    :class:`Failed`.  ``what`` names the call in the log.  ``patience_s``: the most seconds that the call may
+    run.  A task that ``stays`` waits while its tier is bypassed.  The executor gives up a task that has not
+    begun at ``until``."""
 
     def __init__(
         self,
@@ -63,13 +64,13 @@ class IoTask(Future[T]):
         super().__init__()
         self.what, self.call, self.patience_s, self.stays, self.until = what, call, patience_s, stays, until
         self.started = self.seconds = 0.0
-        """The begin of the call on the executor's clock, and the duration of the call in seconds."""
+        """The start of the call on the executor's clock, and the duration of the call in seconds."""
         self.watched = True
         self.returned: Future[None] | None = None
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
 
     def follow(self, call: Callable[[], S]) -> Future[S]:
-        """Let the task's thread run ``call`` next, unwatched and without the lock; return a future result.
+        """Let the task's thread run ``call`` next, unwatched and unlocked; return the future of its result.
 
         Only the coroutine that has just received the task's value may call this, before it waits again.
         """
@@ -121,8 +122,7 @@ class WatchdogExecutor:
 
     @property
     def up(self) -> bool:
-        """Whether calls are not bypassed: the breaker is closed, and fewer than ``most_hung`` threads
-        hang."""
+        """Whether calls are not bypassed: the breaker is closed, and not too many threads hang."""
         return self.breaker.closed and self._hung < self._most_hung
 
     def accepts(self) -> bool:

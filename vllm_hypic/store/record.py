@@ -24,7 +24,7 @@ VERSION = 1
 ALIGNMENT = 64
 """Alignment of every section within the object, in bytes."""
 MAX_BODY_BYTES = 1 << 18
-"""The longest header body that writers and readers accept: about four thousand sections."""
+"""The longest header body in bytes for writers and readers: about four thousand sections."""
 
 _MAGIC = b"\x89HYPIC\r\n"
 _UNSEALED = b"\x89hypic\r\n"
@@ -36,7 +36,7 @@ PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
 """The number of an object's leading bytes that suffice for :func:`peek_value`, however large the header."""
 
 _NAMESPACE = re.compile(rb'\{"namespace":"([0-9a-f]{64})",')
-"""The begin of every canonical header body."""
+"""The start of every canonical header body."""
 NAMESPACE_BYTES = 128
 """The number of an object's leading bytes that suffice for :func:`peek_namespace`."""
 
@@ -126,7 +126,7 @@ class RecordHeader:
 @dataclass(frozen=True)
 class SectionLimit:
     """A section that a reader can take.  ``up_to``: the first dimension may be smaller than that of
-    ``shape``. ``by_column``: the first dimension is the number of the record's own columns."""
+    ``shape``.  ``by_column``: the first dimension is the number of the record's own columns."""
 
     name: str
     dtype: str
@@ -312,7 +312,7 @@ def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
 
 def peek_namespace(prefix: bytes) -> str | None:
     """Return the namespace of the record that begins with ``prefix``, or ``None`` if no record begins like
-    this. :data:`NAMESPACE_BYTES` suffice.  The function checks nothing else: the record may be damaged."""
+    this.  :data:`NAMESPACE_BYTES` suffice.  The function checks nothing else: the record may be damaged."""
     found = _NAMESPACE.match(prefix, _PREFIX.size)
     return found[1].decode() if found and prefix.startswith(_MAGIC) else None
 
@@ -420,7 +420,7 @@ def _decode(body: bytes) -> RecordHeader | None:
     header = _from_fields(fields)
     if header is None or _problem(header) is not None:
         return None
-    # Repeated fields, spaces, another order or another number's spelling parse alike, but encode differently.
+    # Repeated fields, spaces, another order or spelling of numbers parse alike, but encode differently.
     return header if _canonical(header) == body else None
 
 

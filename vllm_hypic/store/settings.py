@@ -31,7 +31,6 @@ class StoreSettings:
     readers: int = 2
     """The number of a tier's threads that read.  One more thread writes."""
     most_hung: int = 4
-    """The number of hung reads, or writes, at which a tier starts nothing more of that kind until one
-    returns."""
+    """The number of hung reads, or writes, at which a tier starts no more of them until one returns."""
     allocate: Callable[[int], memoryview] = aligned_buffer
     """Returns the given number of bytes, which the memory tier keeps.  Runs on the thread that reserves."""

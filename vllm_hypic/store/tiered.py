@@ -290,8 +290,9 @@ class TieredStore:
 
     def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
         """Start a search for ``names``, which ends within the deadline.  A tier that cannot tell at once
-        finds at least the first name.  ``tier``: ask only this tier, after its present writes of ``names``
-        (``KeyError``: no such tier).  ``None``: ask all tiers; objects in the queue count as found."""
+        finds at least the first name that it has.  ``tier``: ask only this tier, after its present writes
+        of ``names`` (``KeyError``: no such tier).  ``None``: ask all tiers; objects in the queue count as
+        found."""
         asked = [t for t in self._tiers if tier in (None, t.name)]
         if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")

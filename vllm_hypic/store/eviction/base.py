@@ -24,7 +24,7 @@ class EvictionPolicy(Protocol):
         """Forget the object: ``evicted`` for want of room, or else deleted, expired or lost."""
 
     def missed(self, key: str, value: CacheValue) -> None:
-        """Note that an absent object was asked for; the owner calls this before ``admits`` and ``added``.
+        """Note a miss: an absent object was requested.  The owner calls this before ``admits`` and ``added``.
 
         A policy may learn from misses: an object that is refused now may be admitted next time.
         """

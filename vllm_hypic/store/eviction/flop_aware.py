@@ -13,8 +13,8 @@ Admission = Literal["cache-value", "always"]
 ALPHA = 1.0
 """Weight of cache value against recency: see :mod:`.ranking`."""
 PATIENCE = 1000
-"""Accesses: :meth:`FlopAwarePolicy.admits` assumes that at most this many passed since a newcomer's last
-access, and exactly this many if no earlier access is known.  A larger value admits fewer objects."""
+"""A number of accesses.  :meth:`FlopAwarePolicy.admits` assumes at most this number since a newcomer's last
+access, and exactly this number if no earlier access is known.  A larger value admits fewer objects."""
 LEAST_GHOSTS = 4096
 GHOSTS_PER_HELD = 8
 

@@ -1,9 +1,9 @@
-"""Estimate the FLOPs of a prefill from a model's sizes: a cached segment saves them.
+"""The FLOPs that a cached segment saves: an estimate of a prefill, from a model's sizes.
 
-Eviction compares segments of one model, so that a factor common to all segments does no harm.  The growth of
-attention's quadratic part beside the rest matters.  The estimate counts products with weights (``2 m n`` for
-``[1, m]`` with ``[m, n]``) and attention's causal pairs.  A linear layer of any kind counts as five products
-of the hidden size (q, k, v, a gate and the output).
+Eviction compares segments of one model, so that a factor common to all segments does no harm.  The relative
+growth of attention's quadratic part matters.  The estimate counts products with weights (``2 m n`` for ``[1,
+m]`` with ``[m, n]``) and attention's causal pairs.  A linear layer of any kind counts as five products of the
+hidden size (q, k, v, a gate and the output).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FlopModel:
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
         """Return the model of a transformers text configuration.
 
-        Missing sizes have defaults: 4096 for the hidden size, ``hidden / 128`` heads, as many heads of K and
-        V, ``hidden / heads`` for the head size, ``4 x hidden`` for the MLP.
+        A missing hidden size counts as 4096, missing heads as ``hidden / 128``, a missing head size as
+        ``hidden / heads``.  K and V have all heads by default, and an MLP has the width ``4 x hidden``.
         """
 
         def number(default: int, *names: str) -> int:

@@ -19,7 +19,7 @@ class Ghost:
 
 
 class GhostList:
-    """Accesses of at most ``limit`` objects; the limit is an argument of each note."""
+    """The last accesses of at most ``limit`` objects; each call that adds an access gives the limit."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, Ghost] = OrderedDict()

@@ -9,7 +9,7 @@ from ..cache_value import CacheValue
 
 
 class LruPolicy:
-    """Evicts the object whose last use is the longest ago."""
+    """Evicts the object with the oldest last use."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, None] = OrderedDict()  # least recently used first

@@ -3,7 +3,7 @@
 The score is ``recency * density ** alpha``.  Recency is 1 over the time since the object's last use.  Density
 is the object's FLOPs saved per byte, relative to the densest held object.  In logarithms the score is recency
 plus ``alpha`` times value, both normalised.  The score uses the logarithm of age because the chance of
-another use falls about with 1 over the time since the last use.
+another use falls roughly as 1 over the time since the last use.
 
 Densities are rounded to half octaves.  Use alone orders the objects of one such grade, so the worst object is
 the oldest object of one of a few dozen grades.  ``alpha`` can therefore change at any time, and a use is

@@ -1,7 +1,7 @@
 """Inputs and results of placement: a record's boundaries, depths that requests share, work of prefills.
 
 A record has ``n`` boundaries, ``1`` to ``n``, a fixed number of tokens apart.  Boundary 0 is the record's
-begin, whose state is always known.  A request that shares ``d`` boundaries resumes from the deepest state at
+start, whose state is always known.  A request that shares ``d`` boundaries resumes from the deepest state at
 or before ``d`` and computes from there to ``d``.
 """
 
@@ -20,8 +20,7 @@ Floats = NDArray[np.float64]
 @dataclass(frozen=True, eq=False)
 class Depths:
     """``weights[d]``: number of requests that share exactly ``d`` boundaries.  ``work[d]``: work from the
-    record's begin to boundary ``d``, in any unit, 0 first and never falling.  Both are ``float64 [n +
-    1]``."""
+    start to boundary ``d``, in any unit, 0 first and never falling.  Both are ``float64 [n + 1]``."""
 
     weights: Floats
     work: Floats

@@ -10,8 +10,7 @@ _LARGEST = 1e100
 
 
 class DepthHistogram:
-    """Counts overlaps by the number of shared boundaries; a count weighs half after ``half_life`` more
-    overlaps.
+    """Counts overlaps by the number of shared boundaries; ``half_life`` more overlaps halve a count's weight.
 
     The memory is proportional to the deepest overlap so far: 8 bytes per boundary.
     """
@@ -21,7 +20,7 @@ class DepthHistogram:
             raise ValueError(f"half_life={half_life:g}: expected more than 0")
         self._growth = 2.0 ** (1 / half_life)
         self._counts: Floats = np.zeros(64)
-        self._scale = 1.0  # of the next count: growing it shrinks the weight of all others
+        self._scale = 1.0  # weight of the next count: its growth makes earlier counts lighter
 
     def observe(self, boundary: int | None) -> None:
         """Count an overlap of ``boundary`` boundaries, 0 or more; ``None``: only age the earlier counts."""

@@ -1,7 +1,7 @@
 """Plans, for the scheduler, which boundaries of the next records keep a state.
 
-The planner counts depths from a record's begin, as in the paper, and from the record's end.  The common part
-of many prompts is either a begin of fixed length, or all but a tail.  The planner uses the view (begin or
+The planner counts depths from a record's start, as in the paper, and from the record's end.  The common part
+of many prompts is either a start of fixed length, or all but a tail.  The planner uses the view (start or
 end) whose plans would have saved more work of late.
 
 States must be worth their bytes.  Of 0, 1, 2, 4, ... states up to the budget, a plan has the number with
@@ -28,9 +28,9 @@ class CheckpointPlanner:
     """Learns from overlaps, and plans by them.  Not thread-safe: its owner locks.
 
     ``grid``: tokens from a boundary to the next.  ``budget_bytes``: the most bytes of a record's states.
-    ``ends_kept``: each record keeps a state at its end too, beside the budget.  ``work``: returns the work of
-    a prefill of the given tokens.  ``thrifty`` False: plans use up the budget.  The planner makes plans anew
-    after ``refresh`` overlaps; in between, a planned length costs a look-up.
+    ``ends_kept``: each record also keeps the state at its end, outside the budget.  ``work``: returns the
+    work of a prefill of the given tokens.  ``thrifty`` False: plans use up the budget.  The planner makes
+    plans anew after ``refresh`` overlaps; in between, a planned length costs a look-up.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointPlanner:
         self._from_begin, self._from_end = DepthHistogram(half_life), DepthHistogram(half_life)
         self._saved = [0.0, 0.0]  # work that each view's plans saved lately
         self._plans: dict[tuple[int, int, bool], Plan] = {}
-        self._works: list[float] = []  # by boundary
+        self._works: list[float] = []  # work from the start to each boundary
 
     def observe(self, shared: int, tokens: int) -> None:
         """Note that a request shared the first ``shared`` of a record's ``tokens`` tokens, or all of them."""

@@ -38,7 +38,8 @@ class Tier(Protocol):
     """The label of the tier's metrics: short, and unique in a store."""
 
     def open(self) -> None:
-        """Connect, and index objects of an earlier process.  A caller may repeat after :class:`TierError`."""
+        """Connect; index objects of an earlier process.  Raises :class:`TierError`, and may be called
+        again."""
 
     def may_hold(self, name: ObjectName) -> bool:
         """Return False only when the object is certainly absent.  Changes nothing, never blocks."""
@@ -69,8 +70,7 @@ class Tier(Protocol):
         """Delete the object; return whether it was there."""
 
     def pin(self, name: ObjectName) -> None:
-        """Exempt the object from eviction and expiry, even before its put.  Remote tiers may ignore the
-        pin."""
+        """Exempt the object from eviction and expiry, even before its put.  Remote tiers may ignore pins."""
 
     def unpin(self, name: ObjectName) -> None: ...
 

@@ -1,6 +1,7 @@
-"""The index of a tier with a byte budget: held, pinned, expiring and unfinished objects.  No bytes, no clock.
+"""The index of a tier with a byte budget: held, pinned, expiring and unfinished objects.
 
-Not thread-safe: its owner locks.  Only ``in`` and ``is_expired`` are safe without the lock.
+The index sees no bytes and no clock, and is not thread-safe: its owner locks.  Only ``in`` and ``is_expired``
+are safe without the lock.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class CapacityIndex:
         self._policy.hit(name)
 
     def missed(self, name: ObjectName, value: CacheValue) -> None:
-        """Note that an absent object was asked for; the owner calls this before every put of a new object."""
+        """Note a miss: an absent object was requested.  The owner calls this before every put of a new
+        object."""
         self._policy.missed(name, value)
 
     def pin(self, name: ObjectName) -> None:

@@ -306,8 +306,8 @@ class DiskTier:
         return victims
 
     def _unlink_victims(self, victims: list[Held]) -> None:
-        """Remove files, without the lock.  Raises :class:`TierError` after booking the files that stay
-        again."""
+        """Remove files, without the lock.  Files that stay return to the books; then raise
+        :class:`TierError`."""
         fault: OSError | None = None
         for held in victims:
             try:
@@ -322,8 +322,7 @@ class DiskTier:
             raise TierError(f"{self.name}: cannot remove a file: {fault}") from fault
 
     def _unlink_if_possible(self, victims: list[Held]) -> bool:
-        """Remove files; return whether all are gone.  A read-only disk fails writes, and still serves
-        reads."""
+        """Remove files; return False if some stay, as on a read-only disk, which still serves reads."""
         try:
             self._unlink_victims(victims)
         except TierError as e:

@@ -85,7 +85,7 @@ class ObjectFiles:
         return os.listdir(self.path / PARTIAL)
 
     def exists(self, name: ObjectName) -> bool:
-        """Return whether the file exists.  A link does not count: it belongs to somebody else."""
+        """Return whether the file exists.  A link does not count: this folder's writers make no links."""
         place = self._place(name)
         try:
             return stat.S_ISREG(os.lstat(place).st_mode)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.storage_manager import StorageManager
 
 RELEASE = "0.5.6"
-"""The LMCache release that works.  The interfaces used are internal to LMCache: test any other release
-first."""
+"""The tested LMCache release.  The interfaces used are internal to LMCache: test another release first."""
 
 _INSTALL = f"pip install 'vllm-hypic[lmcache]' && pip install --no-deps lmcache=={RELEASE}"
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -29,7 +29,7 @@ _NO_DATA = memoryview(b"")
 
 
 class Status(IntEnum):
-    """The end of a call."""
+    """The outcome of a call."""
 
     DONE = 0
     ABSENT = 1

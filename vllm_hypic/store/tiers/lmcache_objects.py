@@ -70,7 +70,8 @@ class Head:
 
 
 class LMCacheObjects:
-    """Objects of one namespace in a storage manager that may have other users.  Methods block; any thread."""
+    """Objects of one namespace in a storage manager that may have other users.  All methods may block, on any
+    thread."""
 
     def __init__(self, manager: StorageManager, namespace: str, timeout_s: float, own: bool = False) -> None:
         """``timeout_s`` bounds each wait for L2.  ``own``: the manager belongs to this tier, which may
@@ -111,8 +112,7 @@ class LMCacheObjects:
             return body
 
     def has(self, name: ObjectName) -> bool:
-        """Return whether the object is whole.  A full read decides: LMCache may evict a body and keep its
-        head."""
+        """Return whether a read finds the object: LMCache may have evicted its body and kept its head."""
         return self.get(name, sys.maxsize) is not None
 
     def put(self, name: ObjectName, data: memoryview, expires: float | None = None) -> None:
@@ -185,8 +185,7 @@ class LMCacheObjects:
     # -- LMCache's objects
 
     def _read(self, key: ObjectKey, nbytes: int) -> bytes | None:
-        """Return a copy of the bytes: an object that LMCache lends is locked for all, and only for a
-        while."""
+        """Return a copy of the object, because LMCache lends it only under a lock, and only for a while."""
         self._reap()
         while True:
             result = self._prefetch(key, nbytes)
@@ -242,7 +241,7 @@ class LMCacheObjects:
 
     @contextmanager
     def _l2_complete(self) -> Iterator[None]:
-        """Keep other threads from writing, and bring back missing L2 adapters first."""
+        """Run the block with all L2 adapters present, while no other thread writes."""
         if not self._writing.acquire(timeout=self._timeout_s):
             raise TierError(f"LMCache is still writing another object after {self._timeout_s:g} s")
         try:
@@ -301,7 +300,7 @@ class LMCacheObjects:
 
 
 class _Adapters:
-    """The L2 adapters of a storage manager: confirms that all have an object, and renews failing adapters.
+    """Waits until all L2 adapters of a storage manager have an object, and renews failing adapters.
 
     LMCache writes to adapters in the background, and reports success only.  Some adapters never reconnect to
     a restarted server (``resp`` to Redis).

@@ -107,8 +107,7 @@ class LMCacheServerTier:
         expires: float | None = None,
         data: memoryview = _NO_DATA,
     ) -> Answer | None:
-        """Return the server's answer; ``None``: the object is absent.  Raises faults of server and
-        connection."""
+        """Return the server's answer; ``None``: no such object.  Raises faults of server and connection."""
         import msgspec
 
         from .lmcache_module import Answer, Call, Status

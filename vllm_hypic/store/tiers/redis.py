@@ -157,8 +157,7 @@ class RedisTier:
         self._ask(lambda: self._client.pexpireat(self._key(name), max(1, round(at * 1000))))
 
     def held(self) -> Iterator[Held] | None:
-        """Return ``None``: Redis keeps no cache values, and a shared server may hold any number of
-        objects."""
+        """Return ``None``: Redis keeps no cache values, and a shared server may hold countless objects."""
         return None
 
     def used(self) -> tuple[int, int | None]:
@@ -167,8 +166,8 @@ class RedisTier:
         return int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None
 
     def clear(self) -> None:
-        """Delete all objects.  ``SCAN`` walks over foreign keys too: long on a large server, never blocking
-        it."""
+        """Delete all objects.  ``SCAN`` walks over foreign keys too: slow on a large server, never
+        blocking."""
         with self._lock:
             names = list(self._pinned)
         self._forget_expiry(names)
@@ -198,8 +197,7 @@ class RedisTier:
                     self._pinned[name] = None
 
     def _ask(self, command: Callable[[], T]) -> T:
-        """Run the command; return the server's answer, or raise :class:`TierError`.  The client reconnects
-        itself."""
+        """Run the command; return the answer, or raise :class:`TierError`.  The client reconnects itself."""
         from redis.exceptions import OutOfMemoryError, RedisError
 
         if not self._opened:
