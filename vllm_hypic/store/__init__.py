@@ -1,6 +1,6 @@
-"""Segment store: where records live outside the device pool.  Imports no vllm.
+"""Segment store: storage of records outside the device pool.  Imports no vllm.
 
-record bytes (``record.py``) -> fetches and writes behind the caller's back (``tiered.py``,
-``write_behind.py``) -> asynchronous tiers (``async_tier.py``) -> tiers (``tiers/``); what stays when a budget
-is full: ``eviction/``.
+Record bytes (``record.py``) pass through fetches and background writes (``tiered.py``, ``write_behind.py``),
+asynchronous tiers (``async_tier.py``) and tiers (``tiers/``).  ``eviction/`` decides which objects stay when
+a budget is full.
 """

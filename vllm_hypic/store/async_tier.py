@@ -1,8 +1,8 @@
-"""A tier that nobody waits for: operations with deadlines, in order for each name, bypassed while it fails.
+"""A tier with threads, deadlines and circuit breakers, so that no caller waits for the tier.
 
-Reading and writing have threads and a circuit breaker each: a disk that has become read-only is still read,
-and a slow write holds no read up.  All that changes the tier (put, delete, pin, expire, clear) passes through
-one queue.
+Reads and writes have separate threads and separate circuit breakers: a read-only disk still serves reads, and
+a slow write delays no read.  All changes of the tier (put, delete, pin, expire, clear) pass through one
+queue, in order for each name.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ logger = logging.getLogger("vllm.hypic.store")
 T = TypeVar("T")
 
 UNHELD = ObjectName("0" * 64 + ".0-0")
-"""Names no object: a world has at least one rank."""
+"""A name that no object has: its world size is 0, and every world has at least one rank."""
 
 _BYPASSED = "the tier is bypassed"
 _CONTROL_TRIES = 8
 _LATENCIES_KEPT = 10_000
 _REFRESH_S = 1.0
 _LOOKS = 64
-"""Names that one call looks for at most."""
+"""The most names that one call of :meth:`.Tier.first` receives."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """An object to be written; it expires at a Unix time, or never.  It is of no use without those that it
-    ``rests_on``."""
+    """An object to write.  ``expires``: Unix time in seconds; ``None``: the object never expires.
+    ``rests_on``: names of the objects without which this object is useless."""
 
     name: ObjectName
     data: memoryview
@@ -52,17 +52,17 @@ class Item:
 
 @dataclass
 class _Intent:
-    """Whether the object will be there once the operations on its name, hanging ones included, have ended."""
+    """Whether the object is ``present`` after all pending ``operations``, hanging operations included."""
 
     present: bool
     operations: int = 0
 
 
 class AsyncTier:
-    """Everything the store does with one tier.
+    """All operations of the store on one tier.
 
-    ``lock`` is the store's.  All methods are called with it held, but for :meth:`open_once`, :meth:`close`
-    and those that are a call to the tier: these block.
+    ``lock`` is the store's lock.  The caller holds it for all methods, except for :meth:`open_once`,
+    :meth:`close` and the methods that call the tier, which block.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class AsyncTier:
     # -- life
 
     def start(self) -> None:
-        """Open the tier in the background, again and again until it is open, then serve."""
+        """Open the tier in the background, again and again until it is open; then start reads and writes."""
         self._threaded = True
         threading.Thread(target=self._keep_opening, name=f"hypic-{self.name} (open)", daemon=True).start()
 
     def open_once(self) -> bool:
-        """Whether the tier is open now."""
+        """Try to open the tier; return whether the tier is open.  Statistics and log report a failure."""
         try:
             self.tier.open()
             tells = not self.tier.may_hold(UNHELD)
@@ -115,12 +115,12 @@ class AsyncTier:
             if self._threaded:
                 self.reads.start()
                 self.writes.start()
-        if closing:  # while it was opening
+        if closing:  # stop() came while the tier was opening
             self.close()
         return True
 
     def _limit_lives(self) -> None:
-        """Tiers forget expiries when the process ends: what they bring along expires as if written now."""
+        """Let held objects expire as if written now: a tier forgets expiries when its process ends."""
         if self._settings.ttl_s is None:
             return
         latest = self._wall() + self._settings.ttl_s
@@ -139,7 +139,7 @@ class AsyncTier:
             back_off = min(2 * back_off, self._settings.most_back_off_s)
 
     def stop(self) -> None:
-        """Drop what is queued, start nothing more."""
+        """Drop queued operations, and start no further operation."""
         self._closing = True
         self._reopen.notify_all()
         self.reads.stop()
@@ -155,16 +155,16 @@ class AsyncTier:
 
     @property
     def settled(self) -> bool:
-        """Whether the tier is open, or known to fail: nothing to wait for."""
+        """Whether the tier is open or known to fail, so that nothing needs to wait for it."""
         return self.opened or self._failing
 
     @property
     def readable(self) -> bool:
-        """Whether reads are not bypassed."""
+        """Whether the tier is open, and its reads are not bypassed."""
         return self.opened and self.reads.up
 
     def may_hold(self, name: ObjectName) -> bool:
-        """False when the object is certainly absent, or will be once the queue is worked off."""
+        """Return False when the object is certainly absent, or will be absent after the queued operations."""
         intent = self._intents.get(name)
         leaving = not intent.present if intent else self._clears > 0
         if not self.opened or self._closing or leaving:
@@ -177,24 +177,24 @@ class AsyncTier:
             return False
 
     def holds(self, name: ObjectName) -> bool:
-        """Whether the tier has it for certain; always False for tiers that cannot tell."""
+        """Return whether the tier certainly has the object; always False for a tier that cannot tell."""
         return self._tells and self.may_hold(name)
 
     def idle(self) -> bool:
-        """Whether nothing is to be written any more, or there is no way to write it."""
+        """Return whether no write is pending, or the tier takes no write because it is closed or bypassed."""
         return not self.opened or not self.writes.up or self.writes.idle()
 
     def at_rest(self) -> bool:
-        """Whether the tier is open, and there is nothing to watch."""
+        """Return whether the tier is open and no operation is pending, so that no deadline needs watching."""
         return self.opened and self.reads.idle() and self.writes.idle()
 
     def expire(self, now: float) -> None:
-        """Give up operations that outlasted their patience at ``now``."""
+        """Give up operations that exceed their patience at ``now`` (seconds of the store's clock)."""
         self.reads.expire(now)
         self.writes.expire(now)
 
     def report(self) -> TierStats:
-        """Counts so far, and levels as the tier's threads last saw them; forgets the latencies."""
+        """Return the counts so far, and the levels of their last refresh; clear the recorded latencies."""
         seen = replace(self.stats, up=self.readable and self.writes.up)
         self.stats.read_seconds, self.stats.write_seconds = [], []
         return seen
@@ -202,10 +202,11 @@ class AsyncTier:
     # -- reading
 
     async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
-        """Read the object: the task that brought it, or that found none.
+        """Read the object; return the finished task, whose value is ``None`` if the tier has no such object.
 
-        :class:`Unavailable`: the tier is bypassed, failed or hangs.  A caller whose time is over may be
-        interrupted; what the tier still does is counted all the same.
+        ``limit``: bytes; ``patience_s``: seconds.  Raises :class:`Unavailable` when the tier is bypassed,
+        fails or hangs.  The store may interrupt a caller whose time is over; statistics still count the late
+        result.
         """
         if not self.readable:
             raise Unavailable(_BYPASSED)
@@ -226,14 +227,15 @@ class AsyncTier:
             _keep(self.stats.read_seconds, io.seconds)
 
     def probe(self, name: ObjectName, limit: int, patience_s: float) -> None:
-        """If reading is bypassed and may be tried again: read the object for nobody, so that nobody waits."""
+        """Test a bypassed tier with a read, if the breaker allows a try.  No fetch waits for the read."""
         if self.opened and not self.readable and not self.reads.backlog() and self.reads.accepts():
             io = IoTask(f"get {name}", partial(self.tier.get, name, limit), patience_s)
             Task(self._counted(self.reads.submit(io)))
 
     async def look_for(self, names: Sequence[ObjectName], until: float) -> tuple[Sequence[ObjectName], str]:
-        """Those that the tier has, after the writes that have ended, if it can tell; else the first of them,
-        if it is found by ``until``; and why it cannot say."""
+        """Return the ``names`` that the tier has after all ended writes, and the reason if the tier cannot
+        answer.  A tier that cannot tell at once returns only the first name that it finds by ``until``
+        (store's clock)."""
         if not (self.opened and self.reads.accepts()):
             return (), _BYPASSED
         there = [name for name in names if self.may_hold(name)]
@@ -270,8 +272,8 @@ class AsyncTier:
     # -- writing
 
     def put(self, item: Item) -> Future[str]:
-        """Write the object.  Ends when its bytes are no longer needed, with why the tier has not got it, or
-        with nothing."""
+        """Write the object; return a future that ends when the tier no longer needs the bytes.  The
+        future's value is the reason why the tier does not have the object, or an empty text."""
         ended: Future[str] = Future()
         if self.opened and self.writes.accepts():
             self._intend(item.name, present=True)
@@ -285,7 +287,7 @@ class AsyncTier:
         name, call, patience_s = item.name, partial(self._put_now, item), self._settings.write_deadline_s
         seconds, fault, returned = None, "", None
         try:
-            # The task gets no name here: its error would keep it, and the object, for the garbage collector.
+            # No variable holds the task: its error would keep the object's bytes until a garbage collection.
             seconds = await self.writes.submit(IoTask(f"put {name}", call, patience_s))
             fault = "the record was deleted or has expired" if seconds is None else ""
         except Unavailable as e:
@@ -303,29 +305,29 @@ class AsyncTier:
         ended.set(fault)
         self._refresh_soon()
         if returned is not None:
-            await returned  # perhaps with the object in the tier
+            await returned  # the late call may have stored the object
             if not self._intents[name].present:
                 self.delete(name)
             self._over(name)
 
     def _put_now(self, item: Item) -> float | None:
-        """Call the tier.  Returns the seconds that it took; ``None``: the object is no longer wanted."""
+        """Call the tier; return the call's seconds, or ``None`` if the object is deleted or expired."""
         with self._lock:
             expired = item.expires is not None and item.expires <= self._wall()
             if expired or not self._intents[item.name].present:
                 return None
         started = time.perf_counter()
         for base in item.rests_on:
-            self.tier.touch(base)  # so that it does not make room for this one
+            self.tier.touch(base)  # so that the base does not make room for this object
         self.tier.put(item.name, item.data, item.value)
         for base in item.rests_on:
-            self.tier.touch(base)  # so that it leaves after this one
+            self.tier.touch(base)  # so that the base leaves after this object
         if item.expires is not None:
             self.tier.expire(item.name, item.expires)
         return time.perf_counter() - started
 
     def delete(self, name: ObjectName) -> None:
-        """Delete the object: wins over every put before it, also over one that is running or hanging."""
+        """Delete the object.  The delete wins over every earlier put, even a running or hanging put."""
         self._intend(name, present=False)
         Task(self._delete(name))
 
@@ -334,7 +336,7 @@ class AsyncTier:
         self._over(name)
 
     def clear(self) -> None:
-        """Delete everything: wins over every put before it."""
+        """Delete all objects.  The clear wins over every earlier put."""
         for intent in self._intents.values():
             intent.present = False
         self._clears += 1
@@ -356,7 +358,7 @@ class AsyncTier:
     async def _control(
         self, what: str, call: Callable[[], object], again_after_timeout: bool = False
     ) -> None:
-        """Make a call that waits while the tier is bypassed; if it fails, it is the first to be tried."""
+        """Make a call that waits while the tier is bypassed; a failed call is the first to be tried again."""
         for tries in range(1, _CONTROL_TRIES + 1):
             io = IoTask(what, call, self._settings.write_deadline_s, stays=True)
             try:
@@ -391,12 +393,12 @@ class AsyncTier:
     # -- levels
 
     def _refresh_soon(self) -> None:
-        """Refresh the levels once the queue is empty, and now and then before."""
+        """Refresh the levels if the queue is empty, or the last refresh is ``_REFRESH_S`` seconds old."""
         if not self.writes.backlog() or self._clock() >= self._refreshed_at + _REFRESH_S:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Refresh the levels unless writing is bypassed: looking may work when writing does not."""
+        """Refresh the levels, unless writes are bypassed: a successful look would end the bypass."""
         if not self._refreshing and self.writes.up and not self._closing:
             self._refreshing = True
             Task(self._look_how_full())
@@ -415,7 +417,7 @@ class AsyncTier:
         self._refreshing = False
 
     def _levels(self) -> tuple[tuple[int, int | None], int, Counts | None]:
-        """Call the tier: bytes used and budget, objects held, and what left it."""
+        """Call the tier; return bytes used and budget, objects held, and counts of objects that left."""
         objects = sum(1 for _ in self.tier.held() or ()) if self._tells else 0
         return self.tier.used(), objects, getattr(self.tier, "counts", None)
 

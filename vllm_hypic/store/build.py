@@ -1,4 +1,4 @@
-"""From options to a running store.  Tiers are imported when they are asked for."""
+"""Build a running store from options.  Only the modules of configured tiers are imported."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .tiers.base import Tier
 def build_store(
     config: StoreConfig, namespace: str, allocate: Callable[[int], memoryview] | None = None
 ) -> TieredStore | None:
-    """The store of one worker, open; ``None`` without tiers.
+    """Return the open store of one worker, or ``None`` if ``config`` has no tiers.
 
-    Waits for the tiers to open, at most :attr:`StoreSettings.open_s`.  ``namespace`` separates the objects of
-    different models and layouts in tiers that are shared.  :class:`ConfigError` names the tier that cannot be
-    made.
+    The call waits at most :attr:`StoreSettings.open_s` seconds for tiers to open.  ``namespace`` separates
+    the objects of different models and layouts in shared tiers.  Raises :class:`ConfigError` with the index
+    of a tier that cannot be made.
     """
     if not config.tiers:
         return None

@@ -1,4 +1,4 @@
-"""Names of objects, and the value of keeping one: the FLOPs that a hit saves, for the bytes that it takes."""
+"""Names of objects, and cache values: the FLOPs that a hit saves, and the bytes that the object takes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import NewType
 
 ObjectName = NewType("ObjectName", str)
-"""Names one object in a tier: a segment key (64 hex digits) and ``.<rank>-<world>``.  At most
-96 characters of ``[0-9a-f.-]``, so that it may be a file's name."""
+"""The name of one object in a tier: a segment key (64 hex digits) and ``.<rank>-<world>``.  The name has
+at most 96 characters of ``[0-9a-f.-]``, so that a file can have it."""
 
 
 def object_name(key: str, rank: int = 0, world: int = 1) -> ObjectName:
-    """A record's name in the tiers: every rank stores its own heads."""
+    """Return the name of one rank's record in the tiers: every rank stores its own heads."""
     return ObjectName(f"{key}.{rank}-{world}")
 
 
 @dataclass(frozen=True)
 class CacheValue:
-    """What a hit saves, ``tokens`` and the ``flops`` of their prefill, and the ``nbytes`` that this takes."""
+    """The ``tokens`` and ``flops`` of the prefill that a hit saves, and the ``nbytes`` of the record."""
 
     tokens: int
     flops: float

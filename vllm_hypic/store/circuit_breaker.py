@@ -1,4 +1,4 @@
-"""A circuit breaker: closed, open for a while after a failure, half-open for one probe, closed again."""
+"""A circuit breaker: open for a while after a failure, half-open during one probe, otherwise closed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from enum import Enum
 
 
 class State(Enum):
-    """The states of a circuit breaker; closed is well."""
+    """The states of a circuit breaker.  A closed breaker lets every operation start."""
 
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half-open"
-    """One operation, the probe, is under way and decides."""
+    """One operation, the probe, runs and decides whether the breaker closes."""
 
 
 class CircuitBreaker:
-    """Says whether one side of a tier may be used.  Not thread-safe: its owner locks.
+    """Decides whether reads, or writes, of a tier may start.  Not thread-safe: its owner locks.
 
     Times are seconds of one monotonic clock.
 
-    A failure opens it for ``first_s``; each failure of a probe doubles that, up to ``most_s``; a success
-    closes it and forgets the doubling.
+    A failure opens the breaker for ``first_s``.  Each failed probe doubles that time, up to ``most_s``.  A
+    success closes the breaker and resets the time.
     """
 
     def __init__(self, first_s: float = 1.0, most_s: float = 30.0) -> None:
@@ -37,22 +37,22 @@ class CircuitBreaker:
 
     @property
     def retry_at(self) -> float:
-        """When a probe may start, unless closed."""
+        """The time at which a probe may start; meaningless while the breaker is closed."""
         return self._failed_at + self._back_off_s
 
     def allows(self, now: float) -> bool:
-        """Whether an operation may start: always while closed, or as the probe.  Changes nothing."""
+        """Return whether an operation may start: always while closed, or as the probe.  Changes nothing."""
         return self.closed or (self.state is State.OPEN and now >= self.retry_at)
 
     def starts(self) -> None:
-        """An allowed operation starts: unless closed, it is the probe."""
+        """Note that an allowed operation starts.  In an open breaker, the operation becomes the probe."""
         if self.state is State.OPEN:
             self.state = State.HALF_OPEN
 
     def failed(self, now: float, started: float) -> bool:
-        """An operation begun at ``started`` failed.  Whether that opened a closed breaker.
+        """Note the failure of an operation begun at ``started``; return whether it opens a closed breaker.
 
-        One that was begun before the breaker was last closed says nothing about the time after it.
+        An operation that began before the breaker last closed says nothing about the time after the closing.
         """
         if self.closed:
             if started < self._closed_since:
@@ -61,14 +61,14 @@ class CircuitBreaker:
             self._back_off_s = self._first_s
             self._failed_at = now
             return True
-        if started > self._failed_at:  # the probe, not one that was under way when the first failed
+        if started > self._failed_at:  # the probe, not an operation that ran at the first failure
             self.state = State.OPEN
             self._back_off_s = min(2 * self._back_off_s, self._most_s)
             self._failed_at = now
         return False
 
     def succeeded(self, now: float) -> bool:
-        """An operation succeeded.  Whether that closed the breaker."""
+        """Note that an operation succeeded; return whether the success closes the breaker."""
         if self.closed:
             return False
         self.state = State.CLOSED

@@ -1,4 +1,4 @@
-"""Threads for a tier's blocking calls, and what happens when one of them does not come back."""
+"""Threads for a tier's blocking calls, and replacements for threads whose call does not return."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 Clock = Callable[[], float]
-"""Returns monotonic seconds."""
+"""Returns the seconds of a monotonic clock; arguments named ``wall`` return Unix time."""
 
 MOST_QUEUED = 65536
 
 
 class Dropped(Unavailable):
-    """The call was never made, and will not be: its tier is bypassed, or the executor stopped."""
+    """The call never starts: its tier is bypassed, the queue is full, or the executor stopped."""
 
 
 class TimedOut(Unavailable):
-    """The call was given up.  It may still be running: ``returned`` ends when it comes back."""
+    """The executor gave the call up.  The call may still run: ``returned`` ends when the call returns."""
 
     def __init__(self, reason: str, returned: Future[None]) -> None:
         super().__init__(reason)
@@ -39,17 +39,18 @@ class TimedOut(Unavailable):
 
 
 class Failed(Unavailable):
-    """The call raised."""
+    """The call raised an exception."""
 
 
 class Refused(Failed):
-    """The call raised :class:`TierFull`: the tier is well."""
+    """The call raised :class:`TierFull`: the tier works, and refuses the object."""
 
 
 class IoTask(Future[T]):
-    """One blocking call: ends with what it returns, or with :class:`Dropped`, :class:`TimedOut`, or
-    :class:`Failed`.  ``what`` names it in the log; one that ``stays`` is kept while its tier is bypassed; if
-    it has not begun at ``until``, it is given up."""
+    """One blocking call: ends with its result, or with :class:`Dropped`, :class:`TimedOut` or
+    :class:`Failed`.  ``what`` names the call in the log.  ``patience_s``: the most seconds that the call may
+    run.  A task that ``stays`` waits while its tier is bypassed.  The executor gives up a task that has not
+    begun at ``until``."""
 
     def __init__(
         self,
@@ -63,15 +64,15 @@ class IoTask(Future[T]):
         super().__init__()
         self.what, self.call, self.patience_s, self.stays, self.until = what, call, patience_s, stays, until
         self.started = self.seconds = 0.0
-        """When it began, on the executor's clock, and how long it took."""
+        """The start of the call on the executor's clock, and the duration of the call in seconds."""
         self.watched = True
         self.returned: Future[None] | None = None
         self.next: tuple[Callable[[], Any], Future[Any]] | None = None
 
     def follow(self, call: Callable[[], S]) -> Future[S]:
-        """Have the task's thread, before it does anything else, run ``call``: unwatched, without the lock.
+        """Let the task's thread run ``call`` next, unwatched and unlocked; return the future of its result.
 
-        For the coroutine that was just brought the task's value, before it waits for anything else.
+        Only the coroutine that has just received the task's value may call this, before it waits again.
         """
         ended: Future[S] = Future()
         self.next = call, ended
@@ -81,12 +82,13 @@ class IoTask(Future[T]):
 class WatchdogExecutor:
     """``size`` daemon threads with one queue, first in, first out.
 
-    A thread whose call outlasts its patience is abandoned and replaced.  When ``most_hung`` of them hang,
-    none is replaced and nothing starts until one returns.  The breaker decides whether a call may start.
+    The executor abandons and replaces a thread whose call exceeds its patience.  When ``most_hung`` threads
+    hang, the executor replaces none and starts nothing until one returns.  The breaker decides whether a call
+    may start.
 
-    ``lock`` is the owner's: calls run without it, methods are called with it held, but for :meth:`run_one`,
-    :meth:`idle` and :meth:`expire`, which take it.  Without :meth:`start` there are no threads: then
-    :meth:`run_one` does what they would do.
+    ``lock`` is the owner's lock.  Calls run without it.  Callers hold it for all methods but :meth:`run_one`,
+    :meth:`idle` and :meth:`expire`, which take it.  Without :meth:`start`, :meth:`run_one` does the threads'
+    work.
     """
 
     def __init__(
@@ -104,32 +106,32 @@ class WatchdogExecutor:
         self._queue: deque[IoTask[Any]] = deque()
         self._running: list[IoTask[Any]] = []
         self._working = self._hung = 0
-        """Number of threads that work or wait, and of those that were abandoned."""
+        """The number of threads that work or wait, and the number of abandoned threads."""
         self._started = self._stopped = False
 
     def start(self) -> None:
-        """Start the threads; what was queued before runs now."""
+        """Start the threads; tasks already in the queue run now."""
         self._started = True
         self._recruit()
 
     def stop(self) -> None:
-        """Drop what is queued; threads end when their call does."""
+        """Drop queued tasks; each thread ends when its call returns."""
         self._stopped = True
         self._drop("the tier is closed", lambda task: True)
         self._wake.notify_all()
 
     @property
     def up(self) -> bool:
-        """Whether calls are not bypassed."""
+        """Whether calls are not bypassed: the breaker is closed, and not too many threads hang."""
         return self.breaker.closed and self._hung < self._most_hung
 
     def accepts(self) -> bool:
-        """Whether there is room, and a task submitted now would wait for no back-off."""
+        """Return whether the queue has room, and a new task would wait for no back-off."""
         room = not self._stopped and len(self._queue) < MOST_QUEUED
         return room and self._hung < self._most_hung and self.breaker.allows(self._clock())
 
     def submit(self, task: IoTask[T], *, first: bool = False) -> IoTask[T]:
-        """Queue ``task``; drop it if there is no room."""
+        """Queue ``task`` (``first``: at the head); without room, the task ends with :class:`Dropped`."""
         if self._stopped:
             task.fail(Dropped("the tier is closed"))
         elif len(self._queue) >= MOST_QUEUED:
@@ -140,22 +142,22 @@ class WatchdogExecutor:
         return task
 
     def withdraw(self, task: IoTask[Any]) -> None:
-        """Give ``task`` up if it still waits."""
+        """Give up ``task`` if it still waits in the queue."""
         if not task.done and task in self._queue:
             self._queue.remove(task)
             task.fail(TimedOut("the call did not start in time", Future()))
 
     def idle(self) -> bool:
-        """Whether nothing is queued, and nothing runs but what was given up."""
+        """Return whether the queue is empty and no call runs, except for calls that were given up."""
         with self._lock:
             return not self._queue and not self._running
 
     def backlog(self) -> int:
-        """Number of tasks that wait."""
+        """Return the number of tasks in the queue."""
         return len(self._queue)
 
     def expire(self, now: float) -> None:
-        """Give up what outlasted its patience at ``now``."""
+        """Give up, at ``now``, calls that exceed their patience and queued tasks past their ``until``."""
         with self._lock:
             for task in [task for task in self._queue if now >= task.until]:
                 self.withdraw(task)
@@ -171,7 +173,7 @@ class WatchdogExecutor:
                     self._recruit()
 
     def run_one(self) -> bool:
-        """Make the next call here, if one may be made now."""
+        """Run the next call on the caller's thread; return False if no call may start now."""
         with self._lock:
             task = self._take()
             if task is None:
@@ -204,10 +206,10 @@ class WatchdogExecutor:
                     self._wake.wait(self._until_probe())
             if not self._perform(task):
                 return
-            del task  # it holds the object
+            del task  # the task holds the object's bytes
 
     def _until_probe(self) -> float | None:
-        """Seconds until a queued task may start without anybody's doing."""
+        """Return the seconds until a queued task's back-off ends; ``None``: time alone starts no task."""
         if not self._queue or self.breaker.closed:
             return None
         wait = self.breaker.retry_at - self._clock()
@@ -224,14 +226,14 @@ class WatchdogExecutor:
         return task
 
     def _perform(self, task: IoTask[Any]) -> bool:
-        """Whether this thread should go on."""
+        """Run the call and end its task; return whether this thread goes on."""
         began = time.perf_counter()
         value, error = _attempt(task.call)
         task.seconds = time.perf_counter() - began
         with self._lock:
             if task.returned is not None:
                 return self._came_back(task.returned)
-            task.watched = False  # what follows is not the tier's doing; idle() waits for it nevertheless
+            task.watched = False  # the next calls are not the tier's; idle() still waits for them
             reason = f"{type(error).__name__}: {error}"
             well = error is None or isinstance(error, TierFull)
             if not well:
@@ -254,7 +256,7 @@ class WatchdogExecutor:
         return True
 
     def _came_back(self, returned: Future[None]) -> bool:
-        """An abandoned thread goes on if it was not replaced."""
+        """Note that an abandoned thread returns; return whether it goes on, because none replaced it."""
         self._hung -= 1
         returned.set(None)
         self._wake.notify_all()
@@ -264,7 +266,7 @@ class WatchdogExecutor:
         return False
 
     def _failed(self, task: IoTask[Any], reason: str) -> None:
-        """Tell the breaker; if that leaves the tier bypassed, drop what does not stay."""
+        """Report a failure to the breaker; drop the tasks that do not stay if the tier is now bypassed."""
         now = self._clock()
         if self.breaker.failed(now, task.started):
             wait = self.breaker.retry_at - now

@@ -1,4 +1,4 @@
-"""The password of a Redis tier: in a file or in the environment, where neither ``ps`` nor logs show it."""
+"""The password of a Redis tier: from a file or the environment, where neither ``ps`` nor logs show it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..config.store import RedisConfig
 
 
 def password_of(tier: RedisConfig) -> str | None:
-    """``None``: the tier has none.  ``ValueError`` names a file or variable that holds none; no message holds
-    what stands there."""
+    """Return the tier's password, or ``None`` if the tier has none.  Raises ``ValueError`` with the name
+    of a file or variable without a password; no message shows the content of either."""
     if tier.password_file is not None:
         where = f"password_file={tier.password_file!r}"
         try:

@@ -1,4 +1,4 @@
-"""What the store and its callers give each other."""
+"""Types that the store and its callers exchange."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ class Verdict(Enum):
 
     TAKEN = "taken"
     DAMAGED = "damaged"
-    """Truncated, altered, or not a record: deleted and counted; the next tier is asked."""
+    """A truncated or altered object, or no record: the store deletes and counts it, then asks the next
+    tier."""
     FOREIGN = "foreign"
-    """A whole record of another model, version or layout: deleted and counted like a damaged one."""
+    """A whole record of another model, version or layout: the store treats it like a damaged object."""
 
 
 Reader = Callable[[memoryview], Verdict]
-"""Checks an object's bytes and takes them over.  Runs on a thread of the store, at most once at a time per
-fetch, and never after that fetch was reported by ``poll``.  It may keep the view, which stays valid
+"""Checks an object's bytes and takes them over.  A reader runs on a thread of the store, at most once at a
+time per fetch, and never after ``poll`` reports the fetch.  A reader may keep the view, which stays valid
 as long as it is referenced."""
 
 
 @dataclass
 class Reservation:
-    """Room for one object, to be filled by the caller: ``buffer`` of exactly ``nbytes``, writable."""
+    """Room for one object: the caller fills ``buffer``, a writable view of exactly ``value.nbytes`` bytes."""
 
     name: ObjectName
     buffer: memoryview
@@ -36,7 +37,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The end of a prefetch: ``tier`` that had the object, or ``None``: no tier has a sound one in time."""
+    """The end of a prefetch.  ``tier``: the object's source; ``None``: no tier had a sound object in time."""
 
     name: ObjectName
     tier: str | None
@@ -45,12 +46,12 @@ class Fetched:
 
 @dataclass
 class Look:
-    """A look for objects, which the store fills in."""
+    """The result of a search for objects, which the store fills in."""
 
     there: frozenset[ObjectName] | None = None
-    """``None``: it is not known yet."""
+    """The objects that the store found; ``None``: the search still runs."""
     fault: str = ""
-    """Why a tier cannot say, or did not take an object; else empty."""
+    """The reason why a tier cannot answer, or did not take an object; empty without a fault."""
 
 
 @dataclass
@@ -62,7 +63,7 @@ class TierStats:
     corrupt: int = 0
     stored: int = 0
     refused: int = 0
-    """Objects not taken, by admission or for want of room."""
+    """Objects that the tier did not take because of admission, missing room, or a bypass."""
     evictions: int = 0
     expired: int = 0
     errors: int = 0
@@ -74,7 +75,7 @@ class TierStats:
     write_seconds: list[float] = field(default_factory=list)
     bytes_used: int = 0
     bytes_budget: int = 0
-    """Bytes; 0 when unknown or unlimited."""
+    """Budget in bytes; 0 when unknown or unlimited."""
     objects: int = 0
     up: bool = True
     """False while the tier is bypassed."""
@@ -84,9 +85,9 @@ class TierStats:
 class StoreStats:
     tiers: dict[str, TierStats] = field(default_factory=dict)
     queued_bytes: int = 0
-    """Bytes that were committed and are not yet in every tier."""
+    """Bytes of committed objects that are not yet in every tier."""
     dropped_writes: int = 0
-    """Reservations refused because writing lags behind."""
+    """Reservations that the store refused because writes lag behind."""
     inflight: int = 0
     failed_writes: int = 0
-    """Objects whose bytes could not be put together."""
+    """Objects whose bytes the store could not complete."""

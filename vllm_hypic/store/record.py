@@ -1,7 +1,7 @@
-"""One record of one rank as bytes: a checked header, then the sections.  The format is in ``README.md``.
+"""One record of one rank as bytes: a checked header, then the sections.  ``README.md`` specifies the format.
 
-A header is canonical: it has exactly one encoding, and a reader refuses every other.  So no byte of a record
-goes unchecked, and two records are equal when their bytes are.
+A header is canonical: it has exactly one encoding, and a reader refuses every other encoding.  Readers
+therefore check every byte of a record, and two records are equal exactly when their bytes are equal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERSION = 1
 ALIGNMENT = 64
 """Alignment of every section within the object, in bytes."""
 MAX_BODY_BYTES = 1 << 18
-"""Longest header body that is written or read: four thousand sections or so."""
+"""The longest header body in bytes for writers and readers: about four thousand sections."""
 
 _MAGIC = b"\x89HYPIC\r\n"
 _UNSEALED = b"\x89hypic\r\n"
@@ -33,12 +33,12 @@ _PREFIX = struct.Struct(
 )  # magic, version, body bytes, payload bytes, CRC of payload, CRC of header
 _HEADER_CRC_AT = _PREFIX.size - 4
 PEEK_BYTES = _PREFIX.size + MAX_BODY_BYTES + ALIGNMENT
-"""Leading bytes of an object that are enough for :func:`peek_value`, however large its header."""
+"""The number of an object's leading bytes that suffice for :func:`peek_value`, however large the header."""
 
 _NAMESPACE = re.compile(rb'\{"namespace":"([0-9a-f]{64})",')
-"""How the only encoding of a header's body begins."""
+"""The start of every canonical header body."""
 NAMESPACE_BYTES = 128
-"""Leading bytes of an object that are enough for :func:`peek_namespace`."""
+"""The number of an object's leading bytes that suffice for :func:`peek_namespace`."""
 
 _ITEM_BYTES = {
     "bool": 1,
@@ -57,14 +57,14 @@ _ITEM_BYTES = {
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[!-~]{1,256}")
 _MAX_COUNT = 1 << 48
-"""Bound of every count and dimension, and of the payload's bytes."""
+"""The upper bound of every count and dimension, and of the payload's bytes."""
 _MAX_DIMENSIONS = 8
 _LONGEST_FLOPS = 2.2250738585072014e-308
 """No finite positive float has a longer decimal form."""
 
 
 class Fault(Enum):
-    """Why a reader refuses an object."""
+    """The reasons for which a reader refuses an object."""
 
     TRUNCATED = "fewer bytes than the header says"
     OVERLONG = "more bytes than the header says"
@@ -85,7 +85,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Section:
-    """One tensor: ``dtype`` as torch names it, without ``torch.``."""
+    """One tensor of a record; ``dtype`` is torch's name without ``torch.``."""
 
     name: str
     dtype: str
@@ -100,9 +100,9 @@ class Section:
 class RecordHeader:
     """A record's description of itself.
 
-    ``namespace`` and ``key`` are SHA-256 digests in hex; ``columns`` counts the tokens whose K and V are
-    kept, ``value_tokens`` and ``value_flops`` what a hit saves (see :class:`~.cache_value.CacheValue`).
-    ``first``: the K and V of so many columns are not here, but are the first ones of the record ``base``.
+    ``namespace`` and ``key`` are SHA-256 digests in hex.  ``columns`` counts the tokens with K and V.
+    ``value_tokens`` and ``value_flops`` are the saving of a hit (see :class:`~.cache_value.CacheValue`).
+    ``base``: key of the record that holds the K and V of the first ``first`` columns; empty without a base.
     """
 
     namespace: str
@@ -119,14 +119,14 @@ class RecordHeader:
 
     @property
     def own_columns(self) -> int:
-        """Columns whose K and V are here."""
+        """The number of columns whose K and V are in this record."""
         return self.columns - self.first
 
 
 @dataclass(frozen=True)
 class SectionLimit:
-    """A section that a reader can take; with ``up_to`` the first dimension may be smaller, with ``by_column``
-    it is that of the record's own columns."""
+    """A section that a reader can take.  ``up_to``: the first dimension may be smaller than that of
+    ``shape``.  ``by_column``: the first dimension is the number of the record's own columns."""
 
     name: str
     dtype: str
@@ -150,9 +150,9 @@ class SectionLimit:
 
 @dataclass(frozen=True)
 class Expected:
-    """The one record that a reader asked for: anything else is refused, however sound.
+    """The record that a reader asks for.  The reader refuses any other record, however sound.
 
-    ``or_more``: it may have more columns.  One with a base is no other record, only where ``by_base``.
+    ``or_more``: the record may have more columns.  ``by_base``: the record may have a base.
     """
 
     namespace: str
@@ -167,7 +167,7 @@ class Expected:
 
     @property
     def max_nbytes(self) -> int:
-        """Bytes of the largest object that can be it."""
+        """Bytes of the largest object that can be the expected record."""
         if self.or_more:
             return _MAX_COUNT
         sections = tuple(Section(s.name, s.dtype, s.shape) for s in self.sections)
@@ -186,7 +186,7 @@ class Expected:
         return record_nbytes(largest)
 
     def fault(self, header: RecordHeader) -> Fault | None:
-        """Why ``header`` is not the one expected."""
+        """Return why ``header`` is not the expected header, or ``None``."""
         found = (header.namespace, header.key, header.rank, header.world, header.leading)
         if found != (self.namespace, self.key, self.rank, self.world, self.leading):
             return Fault.FOREIGN
@@ -202,29 +202,29 @@ class Expected:
 
 @dataclass(frozen=True)
 class OpenRecord:
-    """A record whose every byte was checked; ``sections`` are read-only views of the object itself."""
+    """A record after the check of every byte; ``sections`` are read-only views of the object itself."""
 
     header: RecordHeader
     sections: Mapping[str, memoryview]
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
-    """Fresh, writable, unfilled memory whose address is a multiple of :data:`ALIGNMENT`."""
+    """Return fresh, writable, unfilled memory whose address is a multiple of :data:`ALIGNMENT`."""
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory.data[start : start + nbytes]
 
 
 def record_nbytes(header: RecordHeader) -> int:
-    """Bytes of the whole object.  ``ValueError``: a record cannot have this header."""
+    """Return the bytes of the whole object.  Raises ``ValueError`` for a header that no record can have."""
     return _payload_start(len(_encode(header))) + _payload_nbytes(header.sections)
 
 
 def begin_record(buffer: memoryview, header: RecordHeader) -> dict[str, memoryview]:
-    """Write the header and the padding; returns a writable byte view of every section, to be filled.
+    """Write the header and the padding; return a writable byte view of every section for the caller to fill.
 
-    ``buffer`` has exactly :func:`record_nbytes` bytes, else ``ValueError``.  Until :func:`seal_record` every
-    reader refuses the object.
+    Raises ``ValueError`` unless ``buffer`` has exactly :func:`record_nbytes` bytes.  Every reader refuses the
+    object until :func:`seal_record`.
     """
     body = _encode(header)
     start, payload = _payload_start(len(body)), _payload_nbytes(header.sections)
@@ -244,9 +244,9 @@ def begin_record(buffer: memoryview, header: RecordHeader) -> dict[str, memoryvi
 
 
 def seal_record(buffer: memoryview) -> None:
-    """Compute the checksums: from now on readers take the object.  Reads all its bytes.
+    """Compute and write the checksums, so that readers accept the object.  Reads all bytes of ``buffer``.
 
-    ``ValueError`` unless :func:`begin_record` filled this very buffer.
+    Raises ``ValueError`` unless :func:`begin_record` filled this very buffer.
     """
     buffer = buffer.cast("B")
     if buffer.nbytes < _PREFIX.size or buffer[:8] != _UNSEALED:
@@ -261,10 +261,10 @@ def seal_record(buffer: memoryview) -> None:
 
 
 def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
-    """The record in ``data`` if it is whole, unaltered and the one expected; else what is wrong.
+    """Return the record in ``data`` if it is whole, unaltered and the expected record; else return the fault.
 
-    Raises nothing, whatever the bytes.  Copies nothing but the header's body; no length found in the bytes is
-    trusted before it was compared with ``len(data)``.
+    Raises nothing, whatever the bytes.  Copies nothing but the header's body, and trusts no length in the
+    bytes before a comparison with ``len(data)``.
     """
     data = data.toreadonly().cast("B")
     prefix = _read_prefix(data)
@@ -292,10 +292,10 @@ def open_record(data: memoryview, expected: Expected) -> OpenRecord | Fault:
 
 
 def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
-    """Namespace, key and cache value of the object that begins with ``prefix``.
+    """Return namespace, key and cache value of the object that begins with ``prefix``, or the fault.
 
-    The payload is not looked at.  ``TRUNCATED`` when ``prefix`` ends within the header; :data:`PEEK_BYTES`
-    are always enough, and 16 KiB for most.  Raises nothing, whatever the bytes.
+    The function does not look at the payload.  ``TRUNCATED``: ``prefix`` ends within the header.
+    :data:`PEEK_BYTES` always suffice, 16 KiB for most headers.  Raises nothing, whatever the bytes.
     """
     data = memoryview(prefix)
     lengths = _read_prefix(data)
@@ -311,15 +311,15 @@ def peek_value(prefix: bytes) -> tuple[str, str, CacheValue] | Fault:
 
 
 def peek_namespace(prefix: bytes) -> str | None:
-    """Namespace of the record that begins with ``prefix``, of which :data:`NAMESPACE_BYTES` are enough;
-    ``None``: this begins no record.  Nothing else is looked at: the record may be damaged."""
+    """Return the namespace of the record that begins with ``prefix``, or ``None`` if no record begins like
+    this.  :data:`NAMESPACE_BYTES` suffice.  The function checks nothing else: the record may be damaged."""
     found = _NAMESPACE.match(prefix, _PREFIX.size)
     return found[1].decode() if found and prefix.startswith(_MAGIC) else None
 
 
 @dataclass(frozen=True)
 class _Prefix:
-    """The fixed part of a header: sizes in bytes, ``start`` of the payload in the object."""
+    """The fixed part of a header.  Sizes are in bytes; ``start`` is the payload's offset in the object."""
 
     body: int
     payload: int
@@ -354,7 +354,7 @@ def _read_header(data: memoryview, prefix: _Prefix) -> RecordHeader | Fault:
 
 
 def _header_crc(data: memoryview, start: int) -> int:
-    """The CRC of all bytes before the payload but the checksum itself.  The magic counts as sealed."""
+    """Return the CRC of all bytes before the payload but the checksum itself.  The magic counts as sealed."""
     crc = zlib.crc32(data[8:_HEADER_CRC_AT], zlib.crc32(_MAGIC))
     return zlib.crc32(data[_PREFIX.size : start], crc)
 
@@ -368,7 +368,7 @@ def _aligned(offset: int) -> int:
 
 
 def _places(sections: tuple[Section, ...]) -> Iterator[tuple[Section, int]]:
-    """Every section and its offset in the payload: one after the other, each aligned."""
+    """Yield every section and its offset in the payload: sections follow each other at aligned offsets."""
     end = 0
     for section in sections:
         start = _aligned(end)
@@ -377,7 +377,7 @@ def _places(sections: tuple[Section, ...]) -> Iterator[tuple[Section, int]]:
 
 
 def _payload_nbytes(sections: tuple[Section, ...]) -> int:
-    """Up to the last section's last byte: nothing follows it."""
+    """Return the payload's bytes, up to the last section's last byte: no padding follows."""
     end = 0
     for section, start in _places(sections):
         end = start + section.nbytes
@@ -411,21 +411,21 @@ def _canonical(header: RecordHeader) -> bytes:
 
 
 def _decode(body: bytes) -> RecordHeader | None:
-    """The header that is written as ``body``, if there is one."""
+    """Return the header whose encoding is ``body``, or ``None`` if no header has this encoding."""
     try:
         fields = json.loads(body.decode("ascii"))
     except (ValueError, RecursionError):
-        # ValueError also for bytes that are not ASCII, and for integers of thousands of digits.
+        # Bytes that are not ASCII, and integers of thousands of digits, raise ValueError too.
         return None
     header = _from_fields(fields)
     if header is None or _problem(header) is not None:
         return None
-    # Fields given twice, spaces, another order, another spelling of a number: read alike, written otherwise.
+    # Repeated fields, spaces, another order or spelling of numbers parse alike, but encode differently.
     return header if _canonical(header) == body else None
 
 
 def _from_fields(fields: object) -> RecordHeader | None:
-    """Types are checked here, values in :func:`_problem`.  A bool is no int, an int no float."""
+    """Return the header; ``None``: a type is wrong (an int is no float).  :func:`_problem` refuses bools."""
     match fields:
         case {
             "namespace": str(namespace),
@@ -459,7 +459,7 @@ def _section(row: object) -> Section | None:
 
 
 def _problem(header: RecordHeader) -> str | None:
-    """The reason why no record has ``header``, if there is one; its types are right."""
+    """Return why no record can have ``header``, or ``None``.  The types of the fields must be right."""
     for digest in (header.namespace, header.key, *([header.base] if header.base else [])):
         if _DIGEST.fullmatch(digest) is None:
             return f"{digest[:80]!r}: expected a digest of 64 hex digits"

@@ -1,4 +1,4 @@
-"""How the store treats its tiers: times, sizes, numbers of threads."""
+"""Settings of the store for its tiers: times, sizes, numbers of threads."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from .record import aligned_buffer
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Times in seconds, sizes in bytes."""
+    """Settings of one store.  Times are in seconds, sizes in bytes."""
 
     deadline_s: float = 5.0
-    """A fetch ends within this time.  Tiers that are asked in turn share it evenly: what one leaves unused,
-    the next ones have."""
+    """The most time of a fetch.  The tiers that a fetch asks in turn share the time evenly; unused time
+    passes to the next tiers."""
     write_deadline_s: float = 30.0
-    """One write or delete in one tier."""
+    """The most time of one write or delete in one tier."""
     open_s: float = 10.0
-    """How long the start waits for tiers to open; slower ones join when they are ready."""
+    """The most time that the start waits for tiers to open.  A slower tier joins when it is open."""
     close_s: float = 5.0
-    """How long :meth:`TieredStore.close` writes what is queued, and again how long it waits for the tiers."""
+    """The most time for :meth:`TieredStore.close` to write queued objects, and again for tiers to close."""
     queue_bytes: int = 512 << 20
-    """Reserved and committed bytes, and those on their way up to faster tiers."""
+    """The most bytes that are reserved, committed, or on their way up to faster tiers."""
     ttl_s: float | None = None
-    """Objects expire so long after they were committed."""
+    """The time from an object's commit to its expiry; ``None``: objects do not expire."""
     back_off_s: float = 1.0
-    """A tier that failed is bypassed so long; each failed probe doubles it."""
+    """The time of a tier's bypass after a failure; each failed probe doubles the time."""
     most_back_off_s: float = 30.0
     readers: int = 2
-    """Threads of a tier that read; one writes."""
+    """The number of a tier's threads that read.  One more thread writes."""
     most_hung: int = 4
-    """Threads of either kind that may hang in a tier before it is left alone until one returns."""
+    """The number of hung reads, or writes, at which a tier starts no more of them until one returns."""
     allocate: Callable[[int], memoryview] = aligned_buffer
-    """Memory of that many bytes for a reservation; the memory tier keeps it.  Runs on the caller's thread."""
+    """Returns the given number of bytes, which the memory tier keeps.  Runs on the thread that reserves."""

@@ -1,4 +1,4 @@
-"""Tiers that several engines share, and by what one engine knows another one's tier again."""
+"""Tiers that several engines share, and the identities by which engines recognise each other's tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDENTITY_DIGITS = 16
 
 
 def shared_tiers(config: StoreConfig) -> dict[str, str]:
-    """Names of the tiers whose option ``shared`` is set, by identity; fastest first."""
+    """Return the names of the tiers with the option ``shared``, by identity, the fastest tier first."""
     found: dict[str, str] = {}
     for tier in config.tiers:
         if (identity := identity_of(tier)) is not None:
@@ -23,10 +23,10 @@ def shared_tiers(config: StoreConfig) -> dict[str, str]:
 
 
 def identity_of(tier: TierConfig) -> str | None:
-    """The identity by which all engines that share the tier know it; ``None``: it is not shared.
+    """Return the identity that a shared tier has in all engines, or ``None`` for a tier that is not shared.
 
-    A digest of the type and of what ``shared`` says: a name, or, where that is true, the address as it is
-    configured, without user and password.  It must therefore be written alike everywhere.
+    The identity is a digest of the tier's type and of the name in ``shared`` (true: the configured address
+    without user and password).  All engines must therefore write name or address alike.
     """
     if not isinstance(tier, DiskConfig | RedisConfig | LMCacheServerConfig) or not tier.shared:
         return None
@@ -39,7 +39,7 @@ def identity_of(tier: TierConfig) -> str | None:
 
 
 def _address(tier: DiskConfig | RedisConfig | LMCacheServerConfig) -> str:
-    """Without anything secret."""
+    """Return the address of the tier without secrets."""
     if isinstance(tier, DiskConfig):
         return os.path.abspath(tier.path)
     scheme, _, rest = tier.url.partition("://")

@@ -1,7 +1,7 @@
-"""Coroutines without an event loop: whoever brings what one waits for runs it on, at once and on its thread.
+"""Coroutines without an event loop: the thread that brings a result runs the waiting coroutines at once.
 
 So a fetch or a write reads from top to bottom, and no thread stands between a tier's thread and a reader.
-Nothing here locks: all calls are made with the one lock held that guards what the coroutines touch.
+Nothing here locks: callers hold the one lock that guards the state of the coroutines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Unavailable(Exception):
-    """What a task waits for will not come.  Its text says why."""
+    """The result that a task awaits will not come; the text says why."""
 
 
 class Future(Generic[T]):
-    """A value, or an error, that is there or will come; the first one counts.  Any number of tasks wait."""
+    """A value or an error, present or to come; the first result counts.  Any number of tasks may wait."""
 
     __slots__ = ("_error", "_value", "_waiting", "done")
     _value: T
@@ -31,13 +31,13 @@ class Future(Generic[T]):
         self._waiting: list[Task[Any]] = []
 
     def set(self, value: T) -> None:
-        """End with a value: the tasks that wait run on before this returns."""
+        """End with a value; the waiting tasks run on before this call returns."""
         if not self.done:
             self._value = value
             self._end()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, which is raised in the tasks that wait."""
+        """End with an error, which the waiting tasks raise."""
         if not self.done:
             self._error = error
             self._end()
@@ -56,14 +56,14 @@ class Future(Generic[T]):
         try:
             raise self._error
         finally:
-            del self  # or the error and its traceback would keep each other, and the object with them
+            del self  # otherwise error and traceback keep each other, and the object's bytes, alive
 
 
 class Task(Future[T]):
-    """Runs a coroutine until it waits; then whoever ends what it waits for does.
+    """Runs a coroutine until it waits; then the thread that ends the awaited future runs it on.
 
-    An :class:`Unavailable` that the coroutine raises is the task's; anything else is a fault of ours: it is
-    logged, and ends nothing but the task.
+    An :class:`Unavailable` that the coroutine raises ends the task.  Any other exception is a programming
+    error: the task logs the exception, and nothing but the task ends.
     """
 
     __slots__ = ("_awaited", "_coroutine")
@@ -75,12 +75,12 @@ class Task(Future[T]):
         self._run(coroutine.send, None)
 
     def run_on(self, awaited: Future[Any]) -> None:
-        """Go on if the task still waits for ``awaited``, which has ended."""
+        """Resume the coroutine if the task still waits for ``awaited``, which has ended."""
         if self._awaited is awaited:
             self._run(self._coroutine.send, None)
 
     def interrupt(self, error: Exception) -> None:
-        """Raise ``error`` where the task waits.  No effect on one that has ended."""
+        """Raise ``error`` where the task waits.  The call has no effect on a task that has ended."""
         if self._awaited is not None:
             self._run(self._coroutine.throw, error)
 

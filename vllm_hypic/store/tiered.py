@@ -1,8 +1,8 @@
-"""The store: tiers, fastest first, behind one facade that never waits for them.
+"""The store: tiers, the fastest first, behind one facade that never waits for a tier.
 
-A fetch asks the tiers in turn; a record on its way to them is served from the queue (``write_behind.py``);
-each tier has threads, deadlines and a circuit breaker of its own (``async_tier.py``).  One thread watches
-deadlines, so that they hold whatever the caller does.  One lock guards all state: it is held for bookkeeping
+A fetch asks the tiers in turn; the queue serves a record on its way to the tiers (``write_behind.py``).  Each
+tier has its own threads, deadlines and circuit breakers (``async_tier.py``).  One thread watches deadlines,
+so that they hold whatever the caller does.  One lock guards all state; the store holds it for bookkeeping
 only, never during an operation of a tier.  Fetches and writes are coroutines (``tasks.py``).
 """
 
@@ -32,16 +32,16 @@ _STEP_S = 0.01
 _EXPIRIES_KEPT = 100_000
 
 Appraise = Callable[[memoryview], CacheValue | None]
-"""An object's cache value, from its bytes; ``None`` if they do not say."""
+"""Returns an object's cache value from its bytes, or ``None`` if the bytes do not contain the value."""
 
 
 Source = AsyncTier | Writing
-"""A place where an object may be."""
+"""A place that a fetch asks for an object: a tier or the queue."""
 
 
 @dataclass
 class _Fetch:
-    """One fetch that was not reported.  Its reader never runs after ``ended`` is set, nor twice at a time."""
+    """A fetch without a report yet.  The reader never runs after ``ended`` is set, nor twice at a time."""
 
     name: ObjectName
     limit: int
@@ -49,19 +49,19 @@ class _Fetch:
     started: float
     deadline: float
     give_up_at: float | None = None
-    """The time to leave the source that is being asked; ``None`` while the reader runs."""
+    """The time at which the fetch leaves the current source; ``None`` while the reader runs."""
     current: bool = True
-    """False once the object was deleted: it may be taken, but not be kept anywhere."""
+    """False after the object's deletion: the reader may take the object, but no tier may keep it."""
     ended: Fetched | None = None
     task: Task[None] = field(init=False)
 
     def expire(self, now: float) -> None:
-        """Leave a source whose time is over at ``now``."""
+        """Leave the current source if its time is over at ``now``."""
         if self.give_up_at is not None and now >= self.give_up_at:
             self.task.interrupt(Unavailable("its time is over"))
 
     def read(self, data: memoryview) -> Verdict | None:
-        """Run the reader, on the thread that brought the object.  ``None``: the reader failed."""
+        """Run the reader on the thread that brought the object; return ``None`` if the reader fails."""
         try:
             return self.reader(data) if data.nbytes <= self.limit else Verdict.DAMAGED
         except Exception:
@@ -70,8 +70,8 @@ class _Fetch:
 
 
 class TieredStore:
-    """Records outside the pool.  One thread calls it (the worker's), :meth:`open` first.  No call but
-    :meth:`open`, :meth:`drain` and :meth:`close` waits for a tier, and none raises for a tier's fault."""
+    """Records outside the pool.  One thread, the worker's, makes all calls, :meth:`open` first.  Only
+    :meth:`open`, :meth:`drain` and :meth:`close` wait for a tier, and no call raises for a tier's fault."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TieredStore:
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
-        """``appraise`` tells eviction in the faster tiers the cache value of an object that moves up."""
+        """``appraise`` gives faster tiers, for eviction, the cache value of an object that moves up."""
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or "queue" in names:
             raise ValueError(f"names of tiers {names}: expected different ones, and none called 'queue'")
@@ -90,7 +90,7 @@ class TieredStore:
         self._appraise, self._clock, self._wall = appraise, clock, wall
         self._lock = threading.RLock()
         self._begun = threading.Condition(self._lock)
-        """Notified when something begins that may need watching."""
+        """Notified when an operation begins that may need watching."""
         self._tiers = [AsyncTier(tier, self._settings, self._lock, clock, wall) for tier in tiers]
         self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock)
         self._fetches: dict[ObjectName, _Fetch] = {}
@@ -100,7 +100,7 @@ class TieredStore:
     # -- life
 
     def open(self) -> None:
-        """Start the threads and wait for the tiers to open, for a bounded time; others join when they can."""
+        """Start the threads; wait at most ``open_s`` for the tiers to open.  Slower tiers join when open."""
         self._threaded = True
         with self._lock:
             self._writes.start()
@@ -114,7 +114,7 @@ class TieredStore:
                 logger.warning("tier %s: bypassed until it opens, not open after %.3g s", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until all that was committed is in the tiers that are up.  False: time is over."""
+        """Wait until the tiers that are up have all committed objects; return False after ``timeout_s``."""
         return _wait_until(self._drained, timeout_s)
 
     def _drained(self) -> bool:
@@ -123,7 +123,7 @@ class TieredStore:
             return self._writes.idle() and all(tier.idle() for tier in self._tiers)
 
     def close(self) -> None:
-        """Write what is queued, for ``close_s`` at most; then close the tiers, for as long at most."""
+        """Write queued objects for at most ``close_s`` seconds; then close the tiers, for at most as long."""
         if self._closed:
             return
         close_s = self._settings.close_s
@@ -155,7 +155,7 @@ class TieredStore:
                 logger.warning("tier %s: not closed after %.3g s; the engine ends anyway", tier.name, close_s)
 
     def _fetches_stopped(self) -> bool:
-        """End all fetches whose reader does not run.  Whether all have ended."""
+        """End all fetches whose reader does not run; return whether all fetches have ended."""
         with self._lock:
             for fetch in self._fetches.values():
                 fetch.deadline = -math.inf
@@ -165,7 +165,7 @@ class TieredStore:
     # -- writing
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
-        """Room to write an object of ``value.nbytes``; ``None`` when writing lags behind (try later)."""
+        """Return room for an object of ``value.nbytes``, or ``None`` when writes lag behind (try later)."""
         return self._writes.reserve(name, value)
 
     def commit(
@@ -174,8 +174,8 @@ class TieredStore:
         finish: Callable[[memoryview], None] | None = None,
         rests_on: tuple[ObjectName, ...] = (),
     ) -> None:
-        """Hand the filled buffer over: ``finish`` (checksum) and the tiers' writes follow behind.  What the
-        object ``rests_on`` counts as used, so that tiers keep it longer."""
+        """Take over the filled buffer; ``finish`` (checksum) and the tiers' writes follow in the background.
+        The write counts as a use of the objects in ``rests_on``, so that tiers keep them longer."""
         expires = self._latest()
         with self._lock:
             if self._writes.commit(reservation, finish, expires, rests_on):
@@ -183,17 +183,17 @@ class TieredStore:
             self._begun.notify_all()
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the room back unwritten."""
+        """Give the room back without a write."""
         with self._lock:
             self._writes.abort(reservation)
 
     # -- reading
 
     def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
-        """Start fetching; False when no tier can have it (nothing started, nothing will be reported).
+        """Start a fetch; return False, without a fetch or a report, when no tier can have the object.
 
-        Objects that are still being written are found.  ``spent_s``: the part of the deadline that fetching
-        what comes before it has taken.  ``ValueError`` while an earlier fetch of ``name`` was not reported.
+        A fetch also finds objects in the queue.  ``spent_s``: the part of the deadline that fetches of
+        preceding objects took.  Raises ``ValueError`` before the report of an earlier fetch of ``name``.
         """
         with self._lock:
             if name in self._fetches:
@@ -220,7 +220,7 @@ class TieredStore:
         return sources
 
     async def _fetch(self, fetch: _Fetch, sources: Sequence[Source]) -> None:
-        """Ask the sources in turn: each gets its even share of the time that is left."""
+        """Ask the sources in turn; each source gets its even share of the time that is left."""
         found: tuple[Source, memoryview] | None = None
         for i, source in enumerate(sources):
             now = self._clock()
@@ -255,7 +255,7 @@ class TieredStore:
             self._promote(fetch.name, *found)
 
     def _promote(self, name: ObjectName, source: Source, data: memoryview) -> None:
-        """Copy the object into the tiers above the one that had it."""
+        """Copy the object into the open tiers above its source."""
         if isinstance(source, Writing):
             return
         above = [tier for tier in self._tiers[: self._tiers.index(source)] if tier.opened]
@@ -265,7 +265,7 @@ class TieredStore:
             self._writes.promote(Item(name, data, value, self._expiries.get(name, self._latest())), above)
 
     def poll(self) -> list[Fetched]:
-        """Fetches that ended since the last call; each is reported once, and within the deadline."""
+        """Return the fetches that ended since the last call, each fetch once and within its deadline."""
         self.tick()
         with self._lock:
             ended = [f.ended for f in self._fetches.values() if f.ended is not None]
@@ -274,13 +274,13 @@ class TieredStore:
             return ended
 
     def holds(self, name: ObjectName) -> bool:
-        """Whether a tier that can tell has it, or it is being written.  Changes nothing."""
+        """Return whether a tier certainly has the object, or its write is under way.  Changes nothing."""
         with self._lock:
             return self._writes.find(name) is not None or any(tier.holds(name) for tier in self._tiers)
 
     def in_all_tiers(self, name: ObjectName) -> bool | None:
-        """Whether every tier has it, or is to get it; ``None``: none is known to lack it, but some cannot
-        tell.  Changes nothing."""
+        """Return whether every tier has the object, or will get it.  ``None``: some tier cannot tell, and
+        no tier is known to lack the object.  Changes nothing."""
         with self._lock:
             if self._writes.find(name) is not None:
                 return True
@@ -289,9 +289,10 @@ class TieredStore:
             return True if all(tier.holds(name) for tier in self._tiers) else None
 
     def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
-        """Find out within the deadline which of ``names`` a tier has: all of these where it can tell at once,
-        else the first one at least.  ``tier``: this one is asked, once their present writes to it have ended
-        (``KeyError``: there is none); otherwise all are, and what is being written is there."""
+        """Start a search for ``names``, which ends within the deadline.  A tier that cannot tell at once
+        finds at least the first name that it has.  ``tier``: ask only this tier, after its present writes
+        of ``names`` (``KeyError``: no such tier).  ``None``: ask all tiers; objects in the queue count as
+        found."""
         asked = [t for t in self._tiers if tier in (None, t.name)]
         if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")
@@ -310,7 +311,7 @@ class TieredStore:
             if (writing := self._writes.find(name)) is None:
                 continue
             if only is not None and writing.ended[only.name].done:
-                continue  # the tier knows
+                continue  # the write has ended: the tier itself answers
             fault = "" if only is None else await writing.ended[only.name]
             look.fault = look.fault or fault
             there.update(() if fault else (name,))
@@ -369,7 +370,7 @@ class TieredStore:
             )
 
     def _remember_expiry(self, name: ObjectName, at: float | None) -> None:
-        """Keep it for copies that move up later: a tier does not say when its object expires."""
+        """Keep the expiry for copies that move up later: a tier does not return an object's expiry."""
         if at is None and self._settings.ttl_s is None:
             self._expiries.pop(name, None)
             return
@@ -378,13 +379,13 @@ class TieredStore:
             del self._expiries[next(iter(self._expiries))]
 
     def _latest(self) -> float | None:
-        """When an object written now expires, if nobody says otherwise."""
+        """Return the expiry (Unix time) of an object written now, unless a later call sets another expiry."""
         return None if self._settings.ttl_s is None else self._wall() + self._settings.ttl_s
 
     # -- deadlines
 
     def tick(self) -> None:
-        """Give up what is too late.  Never blocks; any thread may call it."""
+        """Give up the operations and fetches whose time is over.  Never blocks; any thread may call it."""
         now = self._clock()
         with self._lock:
             for tier in self._tiers:
@@ -403,7 +404,7 @@ class TieredStore:
 
 
 def _wait_until(fact: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether ``fact()`` was true before time was over."""
+    """Return whether ``fact()`` becomes true within ``timeout_s`` seconds."""
     end = time.monotonic() + timeout_s
     while not fact():
         left = end - time.monotonic()

@@ -25,7 +25,7 @@ LEVELS = ("bytes_used", "bytes_budget", "objects")
 
 
 def add_stats(one: StoreStats | None, other: StoreStats | None) -> StoreStats | None:
-    """Statistics of two ranks: counts and levels add up; a tier is up when it is up for both."""
+    """Return the summed statistics of two ranks: counts and levels add up; both ranks must say ``up``."""
     if one is None or other is None:
         return one or other
     names = [*one.tiers, *(n for n in other.tiers if n not in one.tiers)]
@@ -51,12 +51,12 @@ def _add_tiers(one: TierStats | None, other: TierStats | None) -> TierStats:
 
 
 def numbers_of(tier: TierStats) -> dict[str, float]:
-    """Counts and levels, without latencies; ``up`` is 1 or 0."""
+    """Return the counts and levels of the tier, without latencies; ``up`` is 1 or 0."""
     return {f: float(getattr(tier, f)) for f in (*COUNTS, *LEVELS, "up")}
 
 
 def without_latencies(stats: StoreStats) -> StoreStats:
-    """Counts and levels only."""
+    """Return a copy of ``stats`` with counts and levels only."""
     tiers = {
         name: dataclasses.replace(tier, read_seconds=[], write_seconds=[])
         for name, tier in stats.tiers.items()
@@ -65,7 +65,7 @@ def without_latencies(stats: StoreStats) -> StoreStats:
 
 
 def append_stats(before: StoreStats | None, now: StoreStats) -> StoreStats:
-    """Two reports of one store in a row: counts and latencies add up, levels are the later ones."""
+    """Combine two consecutive reports of one store: counts and latencies add up, levels come from ``now``."""
     if before is None:
         return now
     tiers = dict(before.tiers)
@@ -83,7 +83,7 @@ def append_stats(before: StoreStats | None, now: StoreStats) -> StoreStats:
 
 
 def since(now: StoreStats, before: StoreStats | None) -> StoreStats:
-    """The counts after ``before``; levels and latencies are ``now``'s."""
+    """Return the counts after ``before``; levels and latencies come from ``now``."""
     if before is None:
         return now
     tiers = {}

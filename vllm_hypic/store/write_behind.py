@@ -1,4 +1,4 @@
-"""Objects on their way into the tiers: a bounded number of bytes, written behind the caller's back."""
+"""Objects on their way into the tiers: a bounded number of bytes, written in the background."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Finish = Callable[[memoryview], None]
 
 
 class Writing:
-    """An object that was committed and is not yet in every tier; a source of fetches meanwhile."""
+    """A committed object that is not yet in every tier; fetches may read the object from here."""
 
     name = "queue"
     stats = TierStats()
-    """Counted like a tier's; nobody asks for these."""
+    """Statistics in a tier's form, which no report includes."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Writing:
         self.expires, self.rests_on = expires, rests_on
         self.withdrawn = False
         self.finished: Future[None] = Future()
-        """Fails when the object is deleted before, or cannot be finished."""
+        """Ends when the object is complete; fails when it is deleted before or cannot be completed."""
         self.ended: defaultdict[str, Future[str]] = defaultdict(Future)
-        """Ends, for each tier, with why that has not got the object, or with nothing."""
+        """Ends, per tier, with an empty text, or with the reason why the tier does not have the object."""
         self._owner = owner
 
     async def get(self, name: ObjectName, limit: int, patience_s: float) -> IoTask[memoryview | None]:
-        """Read the object, like :meth:`AsyncTier.get`, once it is finished."""
+        """Read the object once it is complete, like :meth:`AsyncTier.get`."""
         await self.finished
         io: IoTask[memoryview | None] = IoTask(f"read {name}", self.buffer.toreadonly)
         try:
@@ -55,13 +55,13 @@ class Writing:
         return io
 
     def delete(self, name: ObjectName) -> None:
-        """Withdraw the object, and delete it where it has reached a tier, or is about to."""
+        """Withdraw the object, and delete it from every tier that has it or has begun to write it."""
         self._owner.withdraw(name)
         for tier in self._owner.tiers:
             tier.delete(name)
 
     def turn_away(self) -> None:
-        """Tell those who wait that they do so in vain."""
+        """Fail all tasks that wait for the object, which was deleted or cannot be completed."""
         fault = "the record was deleted, or could not be completed"
         self.finished.fail(Unavailable(fault))
         for ended in list(self.ended.values()):
@@ -69,9 +69,9 @@ class Writing:
 
 
 class WriteBehind:
-    """Room, finishing and writing to the tiers.
+    """Reserves room for objects, completes them, and writes them to the tiers.
 
-    ``lock`` is the store's: all methods but :meth:`reserve` are called with it held.
+    ``lock`` is the store's lock: callers hold it for all methods but :meth:`reserve`.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class WriteBehind:
         self.tiers = tiers
         self.dropped = 0
         self.failed = 0
-        """Objects that could not be finished."""
+        """The number of objects that could not be completed."""
         self.nbytes = 0
-        """Bytes that are reserved, committed or being promoted."""
+        """Bytes of the objects that are reserved, committed, or on their way to faster tiers."""
         self.queued = 0
-        """Bytes that are committed."""
+        """Bytes of the committed objects."""
         self._settings, self._lock = settings, lock
         self._reserved: dict[int, Reservation] = {}
         self._writing: dict[ObjectName, Writing] = {}
         self._under_way = 0
         self._closing = False
-        # Their work is local: it is not watched, and does not fail.
+        # Both executors work locally: their calls need no deadline, and do not fail.
         self.finisher = WatchdogExecutor("queue (finish)", 1, lock, settings, clock)
         self.server = WatchdogExecutor("queue (reads)", 1, lock, settings, clock)
 
@@ -103,22 +103,22 @@ class WriteBehind:
         self.server.start()
 
     def stop(self) -> None:
-        """Drop what is not finished."""
+        """Drop the objects that are not complete."""
         self._closing = True
         self.finisher.stop()
         self.server.stop()
 
     def unwritten(self) -> tuple[int, int]:
-        """Objects that are not in all tiers yet, and their bytes."""
+        """Return the number of objects that are not in all tiers yet, and their bytes."""
         return len(self._writing), self.queued
 
     def idle(self) -> bool:
         return not self._under_way and self.server.idle()
 
-    # -- the caller's
+    # -- calls of the store
 
     def reserve(self, name: ObjectName, value: CacheValue) -> Reservation | None:
-        """See :meth:`.tiered.TieredStore.reserve`.  Allocates without the lock."""
+        """Do what :meth:`.tiered.TieredStore.reserve` says.  The allocation runs without the lock."""
         if value.nbytes < 1:
             raise ValueError(f"nbytes={value.nbytes} of {name}: expected an integer >= 1")
         with self._lock:
@@ -144,7 +144,7 @@ class WriteBehind:
         expires: float | None,
         rests_on: tuple[ObjectName, ...],
     ) -> bool:
-        """Whether the object is new."""
+        """Start the write of the object; return whether the object is new."""
         name, nbytes = reservation.name, reservation.value.nbytes
         self.abort(reservation)
         opened = [tier for tier in self.tiers if tier.opened]
@@ -169,7 +169,7 @@ class WriteBehind:
         return self._writing.get(name)
 
     def withdraw(self, name: ObjectName) -> None:
-        """Turn the object away: where it has not reached a tier it never will."""
+        """Turn the object away: tiers that do not have the object yet never get it."""
         writing = self._writing.pop(name, None)
         if writing is not None:
             writing.withdrawn = True
@@ -180,16 +180,16 @@ class WriteBehind:
             self.withdraw(name)
 
     def promote(self, item: Item, tiers: Sequence[AsyncTier]) -> None:
-        """Put an object that was fetched into ``tiers`` too, if there is room to keep it meanwhile."""
+        """Put a fetched object into ``tiers``, if the queue has room for its bytes meanwhile."""
         if not self._closing and self._has_room(item.data.nbytes):
             self.nbytes += item.data.nbytes
             self._under_way += 1
             Task(self._promote(item.data.nbytes, [tier.put(item) for tier in tiers]))
 
-    # -- behind the caller's back
+    # -- in the background
 
     async def _write(self, writing: Writing, finish: Finish | None) -> None:
-        """Finish the object, then put it into every tier that has not got it."""
+        """Complete the object, then put it into every tier that does not hold it."""
         try:
             finished = await self.finisher.submit(
                 IoTask(f"finish {writing.object}", partial(self._finish, writing, finish))
@@ -213,7 +213,7 @@ class WriteBehind:
         self._left(writing.value.nbytes)
 
     def _finish(self, writing: Writing, finish: Finish | None) -> bool:
-        """Run ``finish``, on the finisher's thread.  Whether it succeeded."""
+        """Run ``finish`` on the finisher's thread; return whether it succeeds."""
         try:
             if finish is not None and not writing.withdrawn:
                 finish(writing.buffer)

@@ -1,4 +1,4 @@
-"""Eviction: policies by name (here), how they rank objects, FLOPs of a model."""
+"""Eviction: policies by name (here), their ranking of objects, and the FLOPs of a model's prefill."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ PolicyName = Literal["lru", "flop-aware"]
 
 
 def make_policy(name: PolicyName, admission: Admission = "cache-value") -> EvictionPolicy:
-    """A new policy, for one tier.  ``ValueError`` for names that are not allowed.
+    """Return a new policy for one tier.  Raises ``ValueError`` for a name that is not allowed.
 
-    ``lru`` knows no cache values and lets everything in, whatever ``admission`` says.
+    ``lru`` ignores cache values and admits every object, whatever ``admission`` says.
     """
     for what, value, allowed in (
         ("eviction", name, get_args(PolicyName)),

@@ -1,4 +1,4 @@
-"""The interface of eviction policies: bookkeeping only, no bytes, no clock but the order of calls."""
+"""The interface of eviction policies: bookkeeping only, without bytes; the order of calls is the clock."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from ..cache_value import CacheValue
 
 
 class EvictionPolicy(Protocol):
-    """Says which objects should go first.  Not thread-safe: its owner locks.  Keys are any strings."""
+    """Decides which objects leave first.  Not thread-safe: its owner locks.  Keys are any strings."""
 
     def added(self, key: str, value: CacheValue) -> None:
-        """The object is held from now on; counts as its use.  A key that is held: its value changes."""
+        """Add the object, or change the value of a held object.  Both count as a use."""
 
     def resized(self, key: str, value: CacheValue) -> None:
-        """The object's value is another from now on; no use of it.  Unknown keys are ignored."""
+        """Change the object's value; this is no use of the object.  Unknown keys are ignored."""
 
     def hit(self, key: str) -> None:
-        """The object was used.  Unknown keys are ignored."""
+        """Note a use of the object.  Unknown keys are ignored."""
 
     def removed(self, key: str, *, evicted: bool) -> None:
-        """The object is gone: ``evicted`` for want of room, or else deleted, expired, lost."""
+        """Forget the object: ``evicted`` for want of room, or else deleted, expired or lost."""
 
     def missed(self, key: str, value: CacheValue) -> None:
-        """The object was asked for and not there; told before ``admits`` and ``added`` of the same asking.
+        """Note a miss: an absent object was requested.  The owner calls this before ``admits`` and ``added``.
 
-        For policies that learn from what they lost: an object refused now may be let in next time.
+        A policy may learn from misses: an object that is refused now may be admitted next time.
         """
 
     def worst_first(self) -> Iterator[str]:
-        """All held keys, in the order of eviction.  Changes nothing.
+        """Yield all held keys in the order of eviction.  Changes nothing.
 
-        ``RuntimeError`` when the policy is changed before the walk ends: collect victims, then remove them.
+        Raises ``RuntimeError`` when the policy changes before the walk ends: collect all victims first.
         """
 
     def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
-        """Whether the object deserves the place of ``victims`` (none: there is room).  Changes nothing."""
+        """Return whether the object deserves the place of ``victims`` (none: free room).  Changes nothing."""

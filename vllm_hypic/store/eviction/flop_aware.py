@@ -1,4 +1,4 @@
-"""Recency and cache value in one score, after Marconi (arXiv 2411.19379)."""
+"""A policy with recency and cache value in one score, after Marconi (arXiv 2411.19379)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Admission = Literal["cache-value", "always"]
 ALPHA = 1.0
 """Weight of cache value against recency: see :mod:`.ranking`."""
 PATIENCE = 1000
-"""Accesses: :meth:`FlopAwarePolicy.admits` takes no more than these to have passed since a newcomer was last
-asked for, and these for a newcomer without an earlier asking.  A larger value lets fewer in."""
+"""A number of accesses.  :meth:`FlopAwarePolicy.admits` assumes at most this number since a newcomer's last
+access, and exactly this number if no earlier access is known.  A larger value admits fewer objects."""
 LEAST_GHOSTS = 4096
 GHOSTS_PER_HELD = 8
 
 
 class FlopAwarePolicy:
-    """Evicts by :mod:`.ranking`'s score; lets in what is expected to save more than what it drives out.
+    """Evicts by the score of :mod:`.ranking`; admits an object that should save more than its victims.
 
-    What an object is expected to save is its FLOPs over the time since it was last asked for; a newcomer's
-    last asking is the one before the miss that brings it.  ``admission`` "always" lets everything in.
+    The expected saving of an object is its FLOPs over the time since its last access.  The last access of a
+    newcomer is the access before the current miss.  ``admission`` "always" admits every object.
 
     Time is the number of accesses and additions so far: no two uses are at the same time.
     """
@@ -73,7 +73,7 @@ class FlopAwarePolicy:
 
     def admits(self, key: str, value: CacheValue, victims: list[str]) -> bool:
         seen = self._ghosts.get(key)
-        # Without a miss on record nothing is known of the newcomer: its owner does not report misses.
+        # Without a recorded miss, the owner does not report misses: nothing is known of the newcomer.
         if not victims or self._admission == "always" or seen is None:
             return True
         last = seen.before if seen.open else seen.latest

@@ -1,9 +1,9 @@
-"""FLOPs of a prefill, estimated from a model's sizes: what a cached segment saves.
+"""The FLOPs that a cached segment saves: an estimate of a prefill, from a model's sizes.
 
-Eviction compares segments of one model, so that a factor that all of them share does no harm.  What matters
-is how attention's quadratic part grows beside the rest.  The estimate counts products with weights (``2 m n``
-for ``[1, m]`` with ``[m, n]``) and attention's causal pairs; a linear layer counts as five products of the
-hidden size (q, k, v, a gate and the output), whatever its kind is.
+Eviction compares segments of one model, so that a factor common to all segments does no harm.  The relative
+growth of attention's quadratic part matters.  The estimate counts products with weights (``2 m n`` for ``[1,
+m]`` with ``[m, n]``) and attention's causal pairs.  A linear layer of any kind counts as five products of the
+hidden size (q, k, v, a gate and the output).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlopModel:
-    """``per_token``: FLOPs of a token's products with all weights; ``per_pair``: FLOPs of a query and a key
-    in all attention layers."""
+    """The FLOPs of a model.  ``per_token``: the products of one token with all weights.  ``per_pair``: one
+    query with one key, in all attention layers."""
 
     per_token: float
     per_pair: float
 
     def prefill(self, tokens: int) -> float:
-        """FLOPs of a prefill of so many tokens, from position 0."""
+        """Return the FLOPs of a prefill of ``tokens`` tokens from position 0."""
         return tokens * self.per_token + self.per_pair * tokens * (tokens + 1) / 2
 
     @classmethod
     def from_hf_config(cls, text_config: object, attention_layers: int, linear_layers: int) -> FlopModel:
-        """The model of a transformers text configuration.
+        """Return the model of a transformers text configuration.
 
-        A missing hidden size counts as 4096, missing heads as ``hidden / 128``, heads of K and V as all
-        heads, a head size as ``hidden / heads``, an MLP as ``4 x hidden``.
+        A missing hidden size counts as 4096, missing heads as ``hidden / 128``, a missing head size as
+        ``hidden / heads``.  K and V have all heads by default, and an MLP has the width ``4 x hidden``.
         """
 
         def number(default: int, *names: str) -> int:
@@ -53,7 +53,7 @@ class FlopModel:
 
 
 def _intermediate(config: object, hidden: int) -> int:
-    """Width of the MLP; of a mixture, of all experts that a token is given to."""
+    """Return the width of the MLP; for a mixture of experts, the summed width of a token's experts."""
     active = _number(config, 0, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
     each = _number(config, 0, "moe_intermediate_size")
     if not (active and each):
@@ -63,11 +63,11 @@ def _intermediate(config: object, hidden: int) -> int:
 
 
 def _number(config: object, default: int, *names: str) -> int:
-    """The first of these attributes that is a positive integer, the same in all layers."""
+    """Return the first attribute that is a positive integer, equal in all layers; else ``default``."""
     for name in names:
         try:
             value = getattr(config, name, None)
-        except RuntimeError:  # transformers, where layers differ: there is no such number of all
+        except RuntimeError:  # transformers raises where layers differ: no number holds for all
             continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value

@@ -1,4 +1,4 @@
-"""A bounded memory of when objects that are not held were asked for: the oldest are forgotten."""
+"""A bounded memory of accesses to objects that are not held; the oldest entries are forgotten first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ghost:
-    """The ``latest`` time of asking, and the one before, if remembered.
+    """The time of an object's ``latest`` access, and of the access before, if remembered.
 
-    ``open``: the latest asking was a miss whose object has not come yet.
+    ``open``: the latest access was a miss, and the object has not come yet.
     """
 
     latest: int
@@ -19,7 +19,7 @@ class Ghost:
 
 
 class GhostList:
-    """At most ``limit`` names, but never fewer than the owner's ``at_least``."""
+    """The last accesses of at most ``limit`` objects; each call that adds an access gives the limit."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, Ghost] = OrderedDict()
@@ -31,12 +31,12 @@ class GhostList:
         return self._seen.get(key)
 
     def missed(self, key: str, now: int, limit: int) -> None:
-        """The object was asked for and is not there; beyond ``limit`` names the oldest is forgotten."""
+        """Note a miss of the object at time ``now``; beyond ``limit`` names, forget the oldest."""
         old = self._seen.pop(key, None)
         self._keep(key, Ghost(now, old.latest if old else None, open=True), limit)
 
     def evicted(self, key: str, used: int, limit: int) -> None:
-        """The object was held until now, and last used at ``used``."""
+        """Note that the object has left, and that its last use was at time ``used``."""
         self._keep(key, Ghost(used, None, open=False), limit)
 
     def forget(self, key: str) -> None:

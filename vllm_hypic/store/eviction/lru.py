@@ -1,4 +1,4 @@
-"""Least recently used: every object is worth the same, and every newcomer is let in."""
+"""A policy that evicts the least recently used object: all objects have equal worth, all newcomers enter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..cache_value import CacheValue
 
 
 class LruPolicy:
-    """Evicts what was not used for the longest time."""
+    """Evicts the object with the oldest last use."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, None] = OrderedDict()  # least recently used first

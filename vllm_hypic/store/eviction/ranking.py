@@ -1,13 +1,13 @@
-"""Held objects in order of recency and cache value, without sorting them.
+"""Held objects in order of recency and cache value, without a sort.
 
-The score is ``recency * density ** alpha``: recency is 1 over the time since the object's last use, density
-its FLOPs saved per byte relative to the densest one held.  In logarithms that is recency plus ``alpha`` times
-value, both normalised.  Log-age rather than age, because the chance of another use falls about with 1 over
-the time since the last one.
+The score is ``recency * density ** alpha``.  Recency is 1 over the time since the object's last use.  Density
+is the object's FLOPs saved per byte, relative to the densest held object.  In logarithms the score is recency
+plus ``alpha`` times value, both normalised.  The score uses the logarithm of age because the chance of
+another use falls roughly as 1 over the time since the last use.
 
-Densities are rounded to half octaves.  Objects of one such grade are ordered by use alone, so the worst
-object is the oldest of one of a few dozen grades, whatever ``alpha`` is: it can change at any time, and a
-use is O(1).
+Densities are rounded to half octaves.  Use alone orders the objects of one such grade, so the worst object is
+the oldest object of one of a few dozen grades.  ``alpha`` can therefore change at any time, and a use is
+O(1).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..cache_value import CacheValue
 
 GRADES_PER_OCTAVE = 2
 _TINY = 1e-300
-_STEEPEST = 600.0  # exp() of it is finite, with room for ages
+_STEEPEST = 600.0  # exp(600) is finite, and so is its product with an age
 
 
 def grade(value: CacheValue) -> int:
-    """Density in half octaves: the logarithm to base ``sqrt(2)`` of FLOPs per byte, rounded."""
+    """Return the density in half octaves: the logarithm to base ``sqrt(2)`` of FLOPs per byte, rounded."""
     return round(GRADES_PER_OCTAVE * math.log2(max(value.flops_per_byte, _TINY)))
 
 
 def weight(grade: int, best: int, alpha: float) -> float:
-    """The factor of an object's age: ``(density of best / density of grade) ** alpha``, at least 1."""
+    """Return the factor of an object's age: ``(density of best / density of grade) ** alpha``, at least 1."""
     return math.exp(min(_STEEPEST, alpha * (best - grade) * math.log(2) / GRADES_PER_OCTAVE))
 
 
 class Ranking:
-    """Objects with their grade and the time of their last use; times only grow."""
+    """Objects, each with its grade and the time of its last use; times only grow."""
 
     def __init__(self) -> None:
         self._grades: dict[str, int] = {}
@@ -49,24 +49,24 @@ class Ranking:
         return key in self._grades
 
     def used(self, key: str) -> int:
-        """Time of last use; ``KeyError`` for unknown keys.  Changes nothing."""
+        """Return the time of the last use.  Raises ``KeyError`` for unknown keys.  Changes nothing."""
         return self._orders[self._grades[key]][key]
 
     def put(self, key: str, grade: int, now: int) -> None:
-        """Add the object, used just now; or a new grade and use for one that is there."""
+        """Add the object with a use at ``now``, or give a known object a new grade and use."""
         self.drop(key)
         self._grades[key] = grade
         self._orders.setdefault(grade, OrderedDict())[key] = now
 
     def touch(self, key: str, now: int) -> None:
-        """The object is used; ``KeyError`` for unknown keys."""
+        """Note a use of the object at ``now``.  Raises ``KeyError`` for unknown keys."""
         self._changes += 1
         order = self._orders[self._grades[key]]
         order[key] = now
         order.move_to_end(key)
 
     def regrade(self, key: str, grade: int) -> None:
-        """Another grade, no use; ``KeyError`` for unknown keys.  O(objects of that grade), and rare."""
+        """Change the grade, without a use; ``KeyError`` for unknown keys.  O(objects of that grade); rare."""
         if grade == self._grades[key]:
             return
         used = self.used(key)
@@ -87,14 +87,14 @@ class Ranking:
                 del self._orders[grade]
 
     def worst_first(self, now: int, alpha: float) -> Iterator[str]:
-        """All keys by score at time ``now`` (not before the last use), equal ones by last use.
+        """Yield all keys by score at time ``now`` (not before the last use), equal scores by last use.
 
-        Costs O(grades), then O(log grades) a key.  ``RuntimeError`` when the ranking is changed before the
-        walk ends.
+        The walk costs O(grades), then O(log grades) per key.  Raises ``RuntimeError`` when the ranking
+        changes before the walk ends.
         """
         best = max(self._orders, default=0)
         changes = self._changes
-        # An entry is (- weighted age, last use, ...): uses are unique, so that comparison ends there.
+        # An entry is (- weighted age, last use, ...): last uses are unique, so that comparisons end there.
         heap = []
         for grade, order in self._orders.items():
             factor = weight(grade, best, alpha)

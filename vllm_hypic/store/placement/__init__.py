@@ -1,1 +1,1 @@
-"""Where a record keeps recurrent states: the optimal rule, and what is learned of depths."""
+"""Placement of recurrent states in a record: the optimal rule, and the depths that requests share."""

@@ -1,8 +1,8 @@
-"""What is placed, and how well: boundaries of a record, how many requests leave it where, what work costs.
+"""Inputs and results of placement: a record's boundaries, depths that requests share, work of prefills.
 
-A record has ``n`` boundaries, ``1`` to ``n``, a fixed number of tokens apart; boundary 0 is its begin, whose
-state is always known.  A request that shares ``d`` boundaries resumes from the deepest state at or before
-``d`` and computes from there to ``d``.
+A record has ``n`` boundaries, ``1`` to ``n``, a fixed number of tokens apart.  Boundary 0 is the record's
+start, whose state is always known.  A request that shares ``d`` boundaries resumes from the deepest state at
+or before ``d`` and computes from there to ``d``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Depths:
-    """``weights[d]``: requests that share exactly ``d`` boundaries; ``work[d]``: the work from the record's
-    begin to boundary ``d``, in any unit, 0 first and never falling.  Both ``float64 [n + 1]``."""
+    """``weights[d]``: number of requests that share exactly ``d`` boundaries.  ``work[d]``: work from the
+    start to boundary ``d``, in any unit, 0 first and never falling.  Both are ``float64 [n + 1]``."""
 
     weights: Floats
     work: Floats
@@ -35,7 +35,7 @@ class Depths:
         return len(self.weights) - 1
 
     def judged(self, kept: Sequence[int]) -> Placement:
-        """What states at these boundaries save, under these depths."""
+        """Return the placement of states at the boundaries ``kept``, and its saving under these depths."""
         places = np.unique(np.array([0, *kept], dtype=np.int64))
         resumed = places[np.searchsorted(places, np.arange(len(self.work)), side="right") - 1]
         saved = float(self.weights @ self.work[resumed])
@@ -44,14 +44,14 @@ class Depths:
 
 @dataclass(frozen=True)
 class Placement:
-    """Boundaries that keep a state, ascending, 0 not among them, and the work that this saves."""
+    """The boundaries that keep a state, ascending and without 0, and the work that these states save."""
 
     boundaries: tuple[int, ...]
     saved: float
 
 
 class Placer(Protocol):
-    """A rule that says which boundaries keep a state."""
+    """A rule that decides which boundaries keep a state."""
 
     def place(self, depths: Depths, count: int) -> Placement:
-        """At most ``count`` boundaries of the record; those that save nothing may be left out."""
+        """Return at most ``count`` boundaries of the record; boundaries that save nothing may be missing."""

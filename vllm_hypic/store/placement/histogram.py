@@ -1,4 +1,4 @@
-"""Overlap depths as they were seen lately."""
+"""A histogram of the overlap depths that requests had lately."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _LARGEST = 1e100
 
 
 class DepthHistogram:
-    """Counts overlaps by the number of boundaries shared; after ``half_life`` more of them a count weighs
-    half.
+    """Counts overlaps by the number of shared boundaries; ``half_life`` more overlaps halve a count's weight.
 
-    Takes the room of the deepest one seen: 8 bytes a boundary.
+    The memory is proportional to the deepest overlap so far: 8 bytes per boundary.
     """
 
     def __init__(self, half_life: float = 1000.0) -> None:
@@ -21,10 +20,10 @@ class DepthHistogram:
             raise ValueError(f"half_life={half_life:g}: expected more than 0")
         self._growth = 2.0 ** (1 / half_life)
         self._counts: Floats = np.zeros(64)
-        self._scale = 1.0  # of the next count: growing it is as good as shrinking all others
+        self._scale = 1.0  # weight of the next count: its growth makes earlier counts lighter
 
     def observe(self, boundary: int | None) -> None:
-        """One more overlap, of so many boundaries, 0 or more; None: one that is not counted."""
+        """Count an overlap of ``boundary`` boundaries, 0 or more; ``None``: only age the earlier counts."""
         if boundary is None:
             boundary, count = 0, 0.0
         else:
@@ -39,7 +38,7 @@ class DepthHistogram:
             self._scale = 1.0
 
     def weights(self, boundaries: int) -> Floats:
-        """Weights of the depths 0 to ``boundaries``, ``[boundaries + 1]``: the latest overlap weighs 1."""
+        """Return the weights of the depths 0 to ``boundaries``, ``[boundaries + 1]``; the latest weighs 1."""
         found = np.zeros(boundaries + 1)
         counts = self._counts[: boundaries + 1]
         found[: len(counts)] = counts

@@ -1,15 +1,14 @@
-"""The placement that saves most, after Sparse Prefix Caching: an exact dynamic programme.
+"""The placement that saves the most work, after Sparse Prefix Caching: an exact dynamic programme.
 
-With ``F(c)`` the requests that share boundary ``c`` or more, states at ``c_1 < c_2 < ...`` save
-``(W[c_1] - W[0]) F(c_1) + (W[c_2] - W[c_1]) F(c_2) + ...``.  So with at most ``m`` states up to ``j``::
+``F(c)`` is the number of requests that share boundary ``c`` or more.  States at ``c_1 < c_2 < ...`` save
+``(W[c_1] - W[0]) F(c_1) + (W[c_2] - W[c_1]) F(c_2) + ...``.  The most that ``m`` states up to ``j`` save is::
 
     best_m[j] = max over i <= j of  best_{m-1}[i] + (W[j] - W[i]) F(j)
 
-For a fixed ``j`` that is the point ``(W[i], best[i])`` that a line of slope ``F(j)`` touches last: a vertex
-of the points' upper hull.  ``i > j`` need not be left out: what it would give is never more than
-``best_{m-1}[j]``, because ``F`` falls.  Hulls of points in order take O(N), so that all takes O(N M), and a
-binary search of numpy's for each query.  ``N`` counts boundaries where requests end: states elsewhere are
-never better.
+For a fixed ``j``, a line of slope ``F(j)`` touches the best point ``(W[i], best[i])`` last: a vertex of the
+points' upper hull.  Points with ``i > j`` may stay: they give at most ``best_{m-1}[j]``, because
+``F`` falls.  Hulls of ordered points take O(N), so that the whole takes O(N M) and a binary search of numpy's
+for each query.  ``N`` counts the boundaries where requests end: other boundaries are never better.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .base import Depths, Floats, Placement
 
 
 class OptimalPlacer:
-    """Saves the most work under the depths that it is given."""
+    """Places states so that they save the most work under the given depths."""
 
     def place(self, depths: Depths, count: int) -> Placement:
         ends = np.flatnonzero(depths.weights)
@@ -33,7 +32,7 @@ class OptimalPlacer:
 
 
 def _chosen(work: Floats, sharing: Floats, count: int) -> list[int]:
-    """Numbers of the points that save most: ``work`` rises, ``sharing`` falls; both ``[N]``."""
+    """Return the numbers of the points that save most: ``work`` rises, ``sharing`` falls, both ``[N]``."""
     numbers = np.arange(len(work))
     best: Floats = work * sharing
     before: list[np.ndarray] = []
@@ -49,7 +48,7 @@ def _chosen(work: Floats, sharing: Floats, count: int) -> list[int]:
         best = np.where(better, found, best)
     at = int(best.argmax())
     chosen = [at]
-    for layer in reversed(before):  # -1: the state was not needed, or there is none before
+    for layer in reversed(before):  # -1: no state before this point saves more
         if layer[at] >= 0:
             at = int(layer[at])
             chosen.append(at)
@@ -57,8 +56,8 @@ def _chosen(work: Floats, sharing: Floats, count: int) -> list[int]:
 
 
 def _upper_hull(x: list[float], y: list[float]) -> np.ndarray:
-    """Numbers of the points on the upper hull, of points in order of ``x``; of equal ``x`` the last
-    counts."""
+    """Return the numbers of the points on the upper hull.  ``x`` is in order; of equal ``x``, the highest
+    ``y`` counts."""
     hull: list[int] = []
     for i, (xi, yi) in enumerate(zip(x, y, strict=True)):
         while hull:

@@ -1,11 +1,11 @@
-"""Which boundaries of the next records keep a state: what the scheduler asks.
+"""Plans, for the scheduler, which boundaries of the next records keep a state.
 
-Depths are counted from a record's begin, as in the paper, and from its end: what stays the same of many
-prompts is now a begin of fixed length, now all but a tail of it.  A new record is planned by the view whose
-plans would have saved more of late.
+The planner counts depths from a record's start, as in the paper, and from the record's end.  The common part
+of many prompts is either a start of fixed length, or all but a tail.  The planner uses the view (start or
+end) whose plans would have saved more work of late.
 
-States must be worth their bytes: of 0, 1, 2, 4, ... states up to the budget, planned is the number with which
-the record saves most per byte.  Where prompts only grow, that is the one at the end.
+States must be worth their bytes.  Of 0, 1, 2, 4, ... states up to the budget, a plan has the number with
+which the record saves most per byte.  Where prompts only grow, only the state at the end remains.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .optimal import OptimalPlacer
 Plan = tuple[int, ...]
 """Depths in tokens, ascending."""
 MOST_PLANS = 4096
-"""Kept between two refreshes: lengths that nobody shares refresh nothing."""
+"""Plans kept between two refreshes: records that no request shares have many lengths and refresh nothing."""
 
 
 class CheckpointPlanner:
     """Learns from overlaps, and plans by them.  Not thread-safe: its owner locks.
 
-    ``grid``: tokens from a boundary to the next.  ``budget_bytes``: of the states of a record; ``ends_kept``:
-    besides the one at its end, which it has in any case.  ``work``: of a prefill of so many tokens.
-    ``thrifty`` False: the budget is used up.  Plans are made anew after ``refresh`` overlaps; in between
-    a length that was planned costs a look-up.
+    ``grid``: tokens from a boundary to the next.  ``budget_bytes``: the most bytes of a record's states.
+    ``ends_kept``: each record also keeps the state at its end, outside the budget.  ``work``: returns the
+    work of a prefill of the given tokens.  ``thrifty`` False: plans use up the budget.  The planner makes
+    plans anew after ``refresh`` overlaps; in between, a planned length costs a look-up.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class CheckpointPlanner:
         self._ends_kept, self._thrifty, self._refresh, self._fresh = ends_kept, thrifty, refresh, 0
         self._decay = 0.5 ** (1 / half_life)
         self._from_begin, self._from_end = DepthHistogram(half_life), DepthHistogram(half_life)
-        self._saved = [0.0, 0.0]  # by the plans of each view, lately
+        self._saved = [0.0, 0.0]  # work that each view's plans saved lately
         self._plans: dict[tuple[int, int, bool], Plan] = {}
-        self._works: list[float] = []  # by boundary
+        self._works: list[float] = []  # work from the start to each boundary
 
     def observe(self, shared: int, tokens: int) -> None:
-        """A request shared the first ``shared`` tokens of a record of so many ``tokens``, or all of it."""
+        """Note that a request shared the first ``shared`` of a record's ``tokens`` tokens, or all of them."""
         whole = shared >= tokens
         for view in (False, True) if not whole else ():
             resumed = max((d for d in self._plan(tokens, 0, view) if d <= shared), default=0)
@@ -74,10 +74,10 @@ class CheckpointPlanner:
             self._plans.clear()
 
     def boundaries(self, tokens: int, shared: int = 0) -> Plan:
-        """Depths at which a record of so many tokens should keep a state.
+        """Return the depths at which a record of ``tokens`` tokens should keep a state.
 
-        ``shared``: what it has in common with older ones, where there is, or will be, a state: only what
-        comes behind is planned and paid for.
+        ``shared``: tokens that the record has in common with older records, whose end has, or will have, a
+        state.  The planner plans and charges only the states behind these tokens.
         """
         return self._plan(tokens, shared, self._saved[True] > self._saved[False])
 

@@ -1,6 +1,7 @@
-"""The interface of tiers: keep whole objects under names.  Blocking: ``../async_tier.py`` gives it threads.
+"""The interface of tiers, which keep whole objects under names.  Methods block.
 
-A tier knows nothing of records: bytes in, the same bytes out.  Whoever reads checks them.
+A tier knows nothing of records: it returns the bytes that it gets.  The reader of an object checks the bytes.
+``../async_tier.py`` gives a tier its threads.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from ..cache_value import CacheValue, ObjectName
 
 
 class TierError(Exception):
-    """The tier failed (not: has no such object).  The store bypasses it for a while, then tries again."""
+    """The tier failed; a missing object is no failure.  The store bypasses the tier, then tries it again."""
 
 
 class TierFull(TierError):
-    """No room, and the policy gives none: the object is refused, the tier is well."""
+    """The tier has no room, and its policy gives none: the tier works, and refuses the object."""
 
 
 @dataclass(frozen=True)
@@ -27,60 +28,63 @@ class Held:
     name: ObjectName
     value: CacheValue
     expires: float | None = None
-    """Unix time in seconds; ``None``: never."""
+    """Unix time in seconds; ``None``: the object never expires."""
 
 
 class Tier(Protocol):
-    """One place for objects.  Methods are called from several threads; all but :meth:`may_hold` may block."""
+    """One place for objects.  Several threads call the methods, which may block, except :meth:`may_hold`."""
 
     name: str
-    """Short and unique in a store: label of its metrics."""
+    """The label of the tier's metrics: short, and unique in a store."""
 
     def open(self) -> None:
-        """Connect; index what a former process left.  Raises :class:`TierError`; may be called again then."""
+        """Connect; index objects of an earlier process.  Raises :class:`TierError`, and may be called
+        again."""
 
     def may_hold(self, name: ObjectName) -> bool:
-        """Changes nothing, never blocks.  False only when the object is certainly absent."""
+        """Return False only when the object is certainly absent.  Changes nothing, never blocks."""
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
-        """The object's bytes, at most ``limit`` (longer: damaged, ``None`` after deleting it), or ``None``.
+        """Return the object's bytes, or ``None`` without the object.  An object longer than ``limit`` bytes
+        is damaged: the tier deletes it and returns ``None``.
 
-        The view stays valid as long as it is referenced.  Counts as use for eviction.
+        The view stays valid as long as it is referenced.  The call counts as use for eviction.
         """
 
     def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
-        """The first of ``names`` that a :meth:`get` would find now, as the place itself says; its bytes do
-        not come here.  May count as use."""
+        """Return the first of ``names`` that :meth:`get` would find now, by a look into the storage itself.
+        The call returns no bytes, and may count as use."""
 
     def touch(self, name: ObjectName) -> None:
-        """Counts as use for eviction, if the object is there.  Remote tiers may ignore it."""
+        """Count a use of the object for eviction, if the tier has it.  Remote tiers may ignore the call."""
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
-        """Keep the object; when this returns, it is complete for every reader, and a tier that survives
-        restarts has it even after ``kill -9``.  Never visible in part.  An existing object is kept.
+        """Keep the object, unless the tier already has it.
 
-        Raises :class:`TierFull` when it was refused, :class:`TierError` when the tier failed.
+        After the call, the object is complete for every reader, even after ``kill -9`` if the tier survives
+        restarts.  No reader ever sees a part.  Raises :class:`TierFull` when the tier refuses the object,
+        :class:`TierError` when the tier fails.
         """
 
     def delete(self, name: ObjectName) -> bool:
-        """Whether there was one."""
+        """Delete the object; return whether it was there."""
 
     def pin(self, name: ObjectName) -> None:
-        """Eviction and expiry pass this object by, also when it is put later.  Remote tiers may ignore it."""
+        """Exempt the object from eviction and expiry, even before its put.  Remote tiers may ignore pins."""
 
     def unpin(self, name: ObjectName) -> None: ...
 
     def expire(self, name: ObjectName, at: float | None) -> None:
-        """Drop the object at Unix time ``at``; ``None``: never."""
+        """Drop the object at Unix time ``at`` (seconds); ``None``: never."""
 
     def held(self) -> Iterator[Held] | None:
-        """All objects, or ``None`` for a tier that cannot list them.  Changes nothing."""
+        """Return all objects, or ``None`` if the tier cannot list them.  Changes nothing."""
 
     def used(self) -> tuple[int, int | None]:
-        """Bytes held and budget (``None``: not ours to know)."""
+        """Return the bytes held and the budget; ``None``: the tier does not know its budget."""
 
     def clear(self) -> None:
         """Delete all objects of this store."""
 
     def close(self) -> None:
-        """Release threads, files, connections.  Objects stay where they survive a restart."""
+        """Release threads, files and connections.  Objects that survive a restart stay."""

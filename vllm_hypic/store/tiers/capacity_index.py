@@ -1,6 +1,7 @@
-"""The index of a tier with a byte budget: what is held, pinned, expiring, being written.  No bytes, no clock.
+"""The index of a tier with a byte budget: held, pinned, expiring and unfinished objects.
 
-Not thread-safe: its owner locks.  Only ``in`` may be asked without the lock.
+The index sees no bytes and no clock, and is not thread-safe: its owner locks.  Only ``in`` and ``is_expired``
+are safe without the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Room for one object once ``victims`` are gone."""
+    """Room for one object after ``victims`` are gone."""
 
     name: ObjectName
     value: CacheValue
@@ -33,20 +34,20 @@ class Plan:
 
 @dataclass
 class Counts:
-    """Objects that left since the tier was made.  Written by the index, ``damaged`` by its owner."""
+    """Counts of objects that left since the tier was made.  The index writes all but ``damaged``."""
 
     evicted: int = 0
     expired: int = 0
     damaged: int = 0
-    """Objects that were longer than their reader can take, or not as they were written."""
+    """Objects that are longer than their reader can take, or that differ from the written bytes."""
 
 
 class CapacityIndex:
-    """The objects of one tier.  ``value.nbytes`` of an object is what counts against ``budget`` bytes.
+    """The objects of one tier.  The ``value.nbytes`` of an object counts against ``budget`` bytes.
 
     A put goes through ``plan_put -> reserve -> commit | abort``; the victims of a plan leave with
-    ``reserve``.  Pins belong to names, whether held or not, and are not counted: pinned twice, one unpin
-    frees.  An expiry belongs to an object, but may be set before that is put; it ends when the object leaves.
+    ``reserve``.  A pin belongs to a name, held or not.  Pins are not counted: one unpin ends several pins.
+    An expiry belongs to an object and ends when the object leaves, but may be set before the put.
     """
 
     def __init__(self, budget: int, policy: EvictionPolicy) -> None:
@@ -59,7 +60,7 @@ class CapacityIndex:
         self._reserved: dict[ObjectName, Plan] = {}
         self._pins: set[ObjectName] = set()
         self._expiries: dict[ObjectName, float] = {}
-        self._soonest = float("inf")  # no expiry of an unpinned name is before it
+        self._soonest = float("inf")  # no expiry of an unpinned name is earlier
         self._used = 0
         self._reserved_bytes = 0
 
@@ -68,20 +69,20 @@ class CapacityIndex:
 
     @property
     def used(self) -> int:
-        """Bytes of the objects held, without reserved ones."""
+        """Bytes of the held objects, without reserved bytes."""
         return self._used
 
     def value(self, name: ObjectName) -> CacheValue | None:
-        """``None`` when it is not held."""
+        """Return the object's cache value, or ``None`` if the object is not held."""
         return self._held.get(name)
 
     def entry(self, name: ObjectName) -> Held | None:
-        """``None`` when it is not held."""
+        """Return the object's entry, or ``None`` if the object is not held."""
         value = self._held.get(name)
         return None if value is None else Held(name, value, self._expiries.get(name))
 
     def held(self) -> list[Held]:
-        """All objects.  Changes nothing."""
+        """Return all held objects.  Changes nothing."""
         return [Held(name, value, self._expiries.get(name)) for name, value in self._held.items()]
 
     # -- coming
@@ -89,9 +90,9 @@ class CapacityIndex:
     def plan_put(
         self, name: ObjectName, value: CacheValue, keep: Collection[ObjectName] = ()
     ) -> Plan | Refusal:
-        """Room for an object that is neither held nor reserved, or why there is none.  Changes nothing.
+        """Plan room for an object that is neither held nor reserved, or return the refusal.  Changes nothing.
 
-        ``keep``: objects that cannot leave just now, like pinned ones.
+        ``keep``: objects that cannot leave just now, like pinned objects.
         """
         if value.nbytes > self.budget:
             return Refusal.TOO_LARGE
@@ -103,7 +104,7 @@ class CapacityIndex:
         return Plan(name, value, tuple(victims))
 
     def victims(self, nbytes: int, keep: Collection[ObjectName] = ()) -> list[ObjectName] | None:
-        """The worst objects, of at least ``nbytes`` together; ``None``: that much may not leave.
+        """Return the worst objects, of at least ``nbytes`` together; ``None``: that many bytes may not leave.
 
         Changes nothing.
         """
@@ -127,17 +128,17 @@ class CapacityIndex:
         self._reserved_bytes += plan.value.nbytes
 
     def commit(self, plan: Plan) -> None:
-        """The object is complete: held from now on."""
+        """Turn the reservation into a held object: the object is complete."""
         self.abort(plan)
         self.adopt(plan.name, plan.value)
 
     def abort(self, plan: Plan) -> None:
-        """Give the room back.  The victims stay away."""
+        """Give the room back.  The plan's victims do not return."""
         del self._reserved[plan.name]
         self._reserved_bytes -= plan.value.nbytes
 
     def adopt(self, name: ObjectName, value: CacheValue) -> None:
-        """The object is there already, whatever the budget; not for names that are held or reserved."""
+        """Add an object that exists already, whatever the budget.  The name is neither held nor reserved."""
         self._held[name] = value
         self._used += value.nbytes
         self._policy.added(name, value)
@@ -145,15 +146,16 @@ class CapacityIndex:
     # -- staying
 
     def hit(self, name: ObjectName) -> None:
-        """The object was used.  Names that are not held are ignored."""
+        """Note a use of the object.  Names that are not held are ignored."""
         self._policy.hit(name)
 
     def missed(self, name: ObjectName, value: CacheValue) -> None:
-        """The object was asked for and not here: to be told before every put of a new object."""
+        """Note a miss: an absent object was requested.  The owner calls this before every put of a new
+        object."""
         self._policy.missed(name, value)
 
     def pin(self, name: ObjectName) -> None:
-        """Neither evict nor expire the object, nor one that comes under this name."""
+        """Exempt the object, or a later object of this name, from eviction and expiry."""
         self._pins.add(name)
 
     def unpin(self, name: ObjectName) -> None:
@@ -161,7 +163,7 @@ class CapacityIndex:
         self._soonest = min(self._soonest, self._expiries.get(name, self._soonest))
 
     def expire(self, name: ObjectName, at: float | None) -> None:
-        """Let the object, or one to come under this name, be ``expired`` from Unix time ``at`` on."""
+        """Set the Unix time from which the object, or a later object of this name, counts as ``expired``."""
         if at is None:
             self._expiries.pop(name, None)
         else:
@@ -169,14 +171,14 @@ class CapacityIndex:
             self._soonest = min(self._soonest, at)
 
     def is_expired(self, name: ObjectName, now: float) -> bool:
-        """Whether the object has expired at ``now``.  Safe without the lock."""
+        """Return whether the object has expired at ``now``.  Safe without the lock."""
         at = self._expiries.get(name)
         return at is not None and at <= now and name not in self._pins
 
     # -- leaving
 
     def expired(self, now: float, keep: Collection[ObjectName] = ()) -> list[ObjectName]:
-        """Objects that the owner must remove at ``now``, but for those of ``keep``.
+        """Return the objects that the owner must remove at ``now``, except for objects in ``keep``.
 
         Forgets passed expiries of absent names.
         """
@@ -191,7 +193,7 @@ class CapacityIndex:
         return [name for name in due if name in self._held and name not in keep]
 
     def remove(self, name: ObjectName, *, evicted: bool = False, expired: bool = False) -> bool:
-        """The object is gone, pinned or not; with it goes its expiry.  Whether it was held."""
+        """Remove the object, pinned or not, and its expiry; return whether the object was held."""
         self._expiries.pop(name, None)
         value = self._held.pop(name, None)
         if value is None:
@@ -209,7 +211,7 @@ class CapacityIndex:
         self._expiries.clear()
 
     def check_integrity(self) -> None:
-        """``AssertionError`` naming what in the books contradicts something else."""
+        """Raise ``AssertionError`` that names a contradiction in the books, if there is one."""
         used = sum(value.nbytes for value in self._held.values())
         reserved = sum(plan.value.nbytes for plan in self._reserved.values())
         if (used, reserved) != (self._used, self._reserved_bytes):

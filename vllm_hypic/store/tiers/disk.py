@@ -1,4 +1,4 @@
-"""A tier in a folder of files: what it holds, what leaves when its budget is full, and who else is there."""
+"""A tier in a folder of files: its objects, their eviction, and other processes that use the folder."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class DiskTier:
-    """Objects in files below ``path``, up to ``budget_bytes``; they stay when the tier is closed or killed.
+    """Objects in files below ``path``, up to ``budget_bytes``.  Files stay when the tier is closed or killed.
 
-    - **Restart.**  Objects, cache values and order of last use survive (the file's time is that of its last
-      use).  Pins and expiries do not: who set them sets them again.  Files of killed writers are removed.
-    - **Several processes** may use one folder.  They see each other's objects: :meth:`get` looks for the file
-      whatever the books say; with ``shared`` :meth:`may_hold` therefore denies nothing.  Each
-      keeps what it knows of within its own budget, so the folder holds no more than all budgets together.
-      What one evicts or deletes is gone for all; :meth:`clear` spares other namespaces.  Pins and expiries
-      are each process' own, for objects that it put, read, or found at its opening.
+    - **Restart.**  Objects, cache values and order of last use survive: a file's time is the time of its last
+      use.  Pins and expiries do not survive: callers set them again.  The tier removes the files of killed
+      writers.
+    - **Several processes** may use one folder, and see each other's objects.  :meth:`get` looks for the file
+      whatever the books say; with ``shared``, :meth:`may_hold` therefore denies nothing.  Each process keeps
+      the objects that it knows within its own budget, so the folder holds no more than all budgets together.
+      An eviction or a deletion removes the object for all processes; :meth:`clear` spares other namespaces.
+      Each process has its own pins and expiries, for objects that it put, read, or found at its opening.
     - **Budget.**  An object counts with its own bytes, without the head and the file system's blocks.
-    - **Faults.**  A full disk: objects are evicted and the write is tried once more, then :class:`TierFull`.
-      Anything else is a :class:`TierError`.  Files of other kinds in the folder are never touched.
+    - **Faults.**  On a full disk, the tier evicts objects and tries the write once more, then raises
+      :class:`TierFull`.  Any other fault is a :class:`TierError`.  The tier never touches files of other
+      kinds.
 
     ``durable=False`` leaves out ``fsync``: objects survive ``kill -9``, but perhaps not a power cut.
     """
@@ -53,7 +55,7 @@ class DiskTier:
         shared: bool = False,
         namespace: str | None = None,
     ) -> None:
-        """``namespace``: :meth:`clear` removes only records of this one; ``None``: all objects."""
+        """``namespace``: :meth:`clear` removes only records of this namespace; ``None``: all objects."""
         self.name = name
         self.path = path
         self._clock = clock
@@ -61,14 +63,14 @@ class DiskTier:
         self._shared = shared
         self._namespace = namespace
         self._index = CapacityIndex(budget_bytes, policy)
-        self._free = threading.Condition()  # also the lock of the books
-        # Names whose files are being made or removed: by one thread at a time, without the lock.
+        self._free = threading.Condition()  # its lock also guards the books
+        # Names whose files a thread makes or removes just now: one thread per name, without the lock.
         self._busy: set[ObjectName] = set()
         self._open = False
 
     @property
     def counts(self) -> Counts:
-        """Objects that left so far, and why."""
+        """Counts of the objects that left so far, by reason."""
         return self._index.counts
 
     # -- life
@@ -96,7 +98,7 @@ class DiskTier:
             self._index.clear()
 
     def _found(self) -> list[Held]:
-        """All objects whose files are sound, the least recently used first; damaged files are removed."""
+        """Return all objects with sound files, the least recently used first; remove damaged files."""
         found: list[tuple[int, Held]] = []
         for name in self._files.names():
             try:
@@ -119,7 +121,7 @@ class DiskTier:
     # -- reading
 
     def may_hold(self, name: ObjectName) -> bool:
-        # Without the lock: two looks into dicts.  A look at the folder could hang with its file system.
+        # Two look-ups in dicts need no lock.  A look into the folder could hang with its file system.
         if name in self._index:
             return not self._index.is_expired(name, self._clock())
         return self._shared
@@ -127,7 +129,7 @@ class DiskTier:
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
         self._drop_expired()
         if self._index.is_expired(name, self._clock()):
-            return None  # and its file cannot be removed just now
+            return None  # the expired file could not be removed just now
         data = None
         with self._errors(f"get {name}"), self._files.opened(name) as fd:
             if fd is not None:
@@ -165,7 +167,7 @@ class DiskTier:
             return fd is not None and self._files.read_head(fd) is not None
 
     def _note_use(self, name: ObjectName, value: CacheValue) -> None:
-        """Book a read; an object of another process is booked from now on, if there is room for it."""
+        """Book a read; also book an object of another process from now on, if there is room for it."""
         with self._free:
             if not self._open or name in self._busy:
                 return
@@ -174,7 +176,7 @@ class DiskTier:
                 return
             self._busy.add(name)
         try:
-            # What was read may have been deleted or replaced since: book what is there now.
+            # Another process may have deleted or replaced the file since the read: book the present file.
             with contextlib.suppress(OSError), self._files.opened(name) as fd:
                 found = None if fd is None else self._files.read_head(fd)
                 if found is not None:
@@ -183,7 +185,7 @@ class DiskTier:
             self._release(name)
 
     def _book(self, name: ObjectName, value: CacheValue) -> None:
-        """A file that is there belongs to the books from now on, if the policy gives it room."""
+        """Add an existing file to the books, if the policy gives it room."""
         with self._free:
             if name in self._index:  # another process replaced its file
                 self._index.remove(name)
@@ -194,7 +196,7 @@ class DiskTier:
         self._end_put(plan, success=self._unlink_if_possible(victims))
 
     def _check_lost(self, name: ObjectName) -> None:
-        """Another process removed the file: so do the books, unless the file has come back by now."""
+        """Remove an object from the books if another process removed its file, and the file is not back."""
         with self._free:
             if name not in self._index or name in self._busy:
                 return
@@ -213,7 +215,7 @@ class DiskTier:
         self._drop_expired()
         with self._claim(name), self._errors(f"put {name}"):
             if self._files.exists(name):
-                return  # also when another process put it: get will find it
+                return  # perhaps another process put the file: get will find it
             with self._free:
                 if name in self._index:  # another process removed its file
                     self._index.remove(name)
@@ -231,7 +233,7 @@ class DiskTier:
             self._end_put(plan, success=True)
 
     def _reserve(self, plan: Plan) -> list[Held]:
-        """Book room, with the lock held; the files of the victims are for :meth:`_unlink_victims`."""
+        """Book room, with the lock held; return the victims, whose files :meth:`_unlink_victims` removes."""
         victims = self._take_out(plan.victims)
         self._index.reserve(replace(plan, victims=()))
         return victims
@@ -281,7 +283,7 @@ class DiskTier:
             self._check_lost(held.name)
 
     def _is_ours(self, name: ObjectName) -> bool:
-        """What says nothing of its namespace may be anybody's."""
+        """Return whether :meth:`clear` may delete the object: a file without a namespace may be anybody's."""
         if self._namespace is None:
             return True
         with self._files.opened(name) as fd:
@@ -289,14 +291,14 @@ class DiskTier:
         return peek_namespace(start) == self._namespace
 
     def _drop_expired(self) -> None:
-        """Remove what has expired; what cannot be removed now is absent, and tried again by the next call."""
+        """Remove expired objects.  An object whose file stays counts as absent; the next call tries again."""
         with self._free:
             self._check_open()
             victims = self._take_out(self._index.expired(self._clock(), self._busy), expired=True)
         self._unlink_if_possible(victims)
 
     def _take_out(self, names: Collection[ObjectName], *, expired: bool = False) -> list[Held]:
-        """Take objects out of the books, with the lock held; their files are for :meth:`_unlink_victims`."""
+        """Remove objects from the books, with the lock held; :meth:`_unlink_victims` removes their files."""
         victims = [held for name in names if (held := self._index.entry(name)) is not None]
         for held in victims:
             self._index.remove(held.name, evicted=not expired, expired=expired)
@@ -304,7 +306,8 @@ class DiskTier:
         return victims
 
     def _unlink_victims(self, victims: list[Held]) -> None:
-        """Remove files, without the lock.  What cannot be removed is booked again: :class:`TierError`."""
+        """Remove files, without the lock.  Files that stay return to the books; then raise
+        :class:`TierError`."""
         fault: OSError | None = None
         for held in victims:
             try:
@@ -319,7 +322,7 @@ class DiskTier:
             raise TierError(f"{self.name}: cannot remove a file: {fault}") from fault
 
     def _unlink_if_possible(self, victims: list[Held]) -> bool:
-        """Remove files; a disk that has become read-only is still read: only writing fails for it."""
+        """Remove files; return False if some stay, as on a read-only disk, which still serves reads."""
         try:
             self._unlink_victims(victims)
         except TierError as e:
@@ -331,7 +334,7 @@ class DiskTier:
 
     def pin(self, name: ObjectName) -> None:
         if self._open:
-            self._drop_expired()  # lest it be alive again
+            self._drop_expired()  # a pin must not revive an expired object
         with self._free:
             self._index.pin(name)
 
@@ -354,7 +357,7 @@ class DiskTier:
             return self._index.used, self._index.budget
 
     def check_integrity(self) -> None:
-        """``AssertionError`` when books and files differ, while nothing else uses the folder."""
+        """Raise ``AssertionError`` when books and files differ, while nothing else uses the folder."""
         with self._free:
             self._index.check_integrity()
             if self._busy:
@@ -371,7 +374,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def _claim(self, name: ObjectName) -> Iterator[None]:
-        """Let no other thread make or remove this file.  Waits for one that does; claims one name only."""
+        """Let no other thread make or remove this file; wait for such a thread.  Claim one name at a time."""
         with self._free:
             self._check_open()
             self._free.wait_for(lambda: name not in self._busy)

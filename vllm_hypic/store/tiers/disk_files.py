@@ -1,8 +1,8 @@
-"""Objects as files of a folder: complete or absent at any moment, whatever is killed.
+"""Objects as files of a folder: complete or absent at any moment, whatever process is killed.
 
-A file is written under ``partial/``, made durable, then renamed to its place ``<h>/<h>/<name>.hypic`` (the
-name's first two digits).  It begins with 64 bytes of our own: size and cache value, so that a restart knows
-every object from one short read, and a truncated one is found out without knowing what objects are.
+A writer makes a file under ``partial/``, makes it durable, then renames it to ``<h>/<h>/<name>.hypic`` (the
+name's first two digits).  The file begins with a head of 64 bytes: size and cache value.  A restart thus
+knows every object from one short read, and finds truncated files without knowledge of their content.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ HEAD_BYTES = _HEAD.size
 _MAGIC = b"HYPICOBJ"
 _VERSION = 1
 _MOST_AT_ONCE = 1 << 30
-"""Bytes of one system call: Linux takes less than 2^31."""
+"""The most bytes of one system call: Linux takes less than 2^31."""
 
 
 class ObjectFiles:
-    """The files below ``path``; remembers nothing of them.  Methods block, and raise ``OSError``.
+    """The files below ``path``, without any memory of them.  Methods block, and raise ``OSError``.
 
-    They raise ``ValueError`` for what is no object's name: it could lead anywhere.  ``durable`` files survive
-    a power cut.  Files of other kinds in the folder are never touched.
+    Methods raise ``ValueError`` for a string that is no object's name: its path could lead anywhere.
+    ``durable`` files survive a power cut.  Methods never touch files of other kinds in the folder.
     """
 
     def __init__(self, path: Path, durable: bool) -> None:
@@ -48,7 +48,7 @@ class ObjectFiles:
         self._durable = durable
 
     def prepare(self) -> None:
-        """Make the folder; remove what killed writers left.  A living writer holds a lock on its file."""
+        """Make the folder; remove the files of killed writers.  A living writer holds a lock on its file."""
         if not (self.path / PARTIAL).is_dir():
             (self.path / PARTIAL).mkdir(parents=True)
             self._sync_folder(self.path)
@@ -56,7 +56,7 @@ class ObjectFiles:
         for partial in self.partials():
             if _PARTIAL_NAME.fullmatch(partial) is None:
                 continue
-            with contextlib.suppress(OSError):  # it vanished, it is being written, or the disk is read-only
+            with contextlib.suppress(OSError):  # the file is gone or has a writer, or the disk is read-only
                 file = self.path / PARTIAL / partial
                 fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
@@ -66,7 +66,7 @@ class ObjectFiles:
                     os.close(fd)
 
     def names(self) -> Iterator[ObjectName]:
-        """Names of all files that look like objects."""
+        """Yield the names of all files that look like objects."""
         digits = "0123456789abcdef"
         for first in digits:
             for second in digits:
@@ -81,11 +81,11 @@ class ObjectFiles:
                         yield name
 
     def partials(self) -> list[str]:
-        """Names of files that are being written, or were."""
+        """Return the names of files that are being written, or were left unfinished."""
         return os.listdir(self.path / PARTIAL)
 
     def exists(self, name: ObjectName) -> bool:
-        """Whether there is a file.  A link is none: that would be somebody else's."""
+        """Return whether the file exists.  A link does not count: this folder's writers make no links."""
         place = self._place(name)
         try:
             return stat.S_ISREG(os.lstat(place).st_mode)
@@ -93,11 +93,11 @@ class ObjectFiles:
             return False
 
     def nbytes(self, name: ObjectName) -> int:
-        """Size of the file, head included."""
+        """Return the size of the file in bytes, head included."""
         return os.stat(self._place(name)).st_size
 
     def remove(self, name: ObjectName) -> bool:
-        """Whether there was one."""
+        """Remove the file; return whether it was there."""
         place = self._place(name)
         try:
             os.unlink(place)
@@ -109,7 +109,7 @@ class ObjectFiles:
 
     @contextlib.contextmanager
     def opened(self, name: ObjectName) -> Iterator[int | None]:
-        """A descriptor for reading, or ``None`` when there is no such file."""
+        """Open the file for reading and yield its descriptor, or ``None`` when there is no such file."""
         try:
             fd = os.open(self._place(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as e:
@@ -124,7 +124,7 @@ class ObjectFiles:
 
     @staticmethod
     def read_head(fd: int) -> CacheValue | None:
-        """The object's cache value; ``None``: damaged."""
+        """Return the object's cache value, or ``None`` for a damaged file."""
         head = os.pread(fd, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None
@@ -134,9 +134,9 @@ class ObjectFiles:
 
     @staticmethod
     def read(fd: int, nbytes: int) -> memoryview | None:
-        """The object's bytes in fresh memory; ``None`` when the file ends before.
+        """Return the object's bytes in fresh memory, or ``None`` when the file ends before.
 
-        No ``mmap``: a file that is truncated later would kill the process.
+        The method uses no ``mmap``: a later truncation of the file would kill the process.
         """
         data = aligned_buffer(nbytes)
         done = 0
@@ -149,20 +149,20 @@ class ObjectFiles:
 
     @staticmethod
     def read_start(fd: int, nbytes: int) -> bytes:
-        """The object's first ``nbytes`` bytes, or all there are."""
+        """Return the object's first ``nbytes`` bytes, or all bytes of a shorter object."""
         return os.pread(fd, nbytes, _HEAD.size)
 
     @staticmethod
     def note_use(fd: int) -> None:
-        """The file's time is that of its last use: a restart knows the order."""
-        with contextlib.suppress(OSError):  # a read-only disk keeps no order, and is read all the same
+        """Set the file's time to the time of this use, so that a restart knows the order."""
+        with contextlib.suppress(OSError):  # a read-only disk keeps no order, and still serves reads
             now = time.time_ns()
             os.utime(fd, ns=(now, now))
 
     # -- writing
 
     def write(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
-        """Make a file: complete and durable at its place when this returns, gone when it raises."""
+        """Make a file: complete and durable at its place after the call, absent after an exception."""
         place = self._place(name)
         partial, fd = self._begin_partial(name)
         written = partial
@@ -183,8 +183,8 @@ class ObjectFiles:
             os.close(fd)
 
     def _begin_partial(self, name: str) -> tuple[Path, int]:
-        """A new file, locked as long as its descriptor is open: a sign that its writer lives."""
-        self._make_folder(self.path / PARTIAL)  # somebody may have emptied the folder
+        """Make a new file; return its path and descriptor.  A lock on the file says that its writer lives."""
+        self._make_folder(self.path / PARTIAL)  # another program may have emptied the folder
         while True:
             partial = self.path / PARTIAL / f"{name}.{secrets.token_hex(8)}"
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -195,7 +195,7 @@ class ObjectFiles:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # another process, just opening, took it for a leftover before it was locked
+            os.close(fd)  # before the lock, a process that opens the folder removed the file
 
     def _make_folder(self, folder: Path) -> None:
         for level in (folder.parent, folder):
@@ -219,7 +219,7 @@ class ObjectFiles:
 
 
 def _head(value: CacheValue) -> bytes:
-    """The file's first bytes.  Canonical: a head is sound if it is what this writes."""
+    """Return the first bytes of a file.  A head is sound only if it equals this function's result."""
     open_head = _HEAD.pack(_MAGIC, _VERSION, 0, value.nbytes, value.tokens, value.flops)
     return _HEAD.pack(_MAGIC, _VERSION, zlib.crc32(open_head), value.nbytes, value.tokens, value.flops)
 

@@ -1,4 +1,4 @@
-"""A tier in LMCache inside this process, and what all that use LMCache must check first."""
+"""A tier in LMCache inside this process, and the checks that all users of LMCache make first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.storage_manager import StorageManager
 
 RELEASE = "0.5.6"
-"""LMCache's release.  The interfaces used are internal to it: another release must be tried first."""
+"""The tested LMCache release.  The interfaces used are internal to LMCache: test another release first."""
 
 _INSTALL = f"pip install 'vllm-hypic[lmcache]' && pip install --no-deps lmcache=={RELEASE}"
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 
 def require_lmcache(user: str) -> None:
-    """Raises ``ImportError`` with the command that mends it, unless the right LMCache is installed.  Imports
-    nothing, and keeps LMCache from reporting usage or logging every access once it is imported."""
+    """Raise ``ImportError``, with the command for the installation, unless the right LMCache is installed.
+    The function imports nothing, and keeps LMCache from usage reports and access logs after a later
+    import."""
     try:
         found = importlib.metadata.version("lmcache")
     except importlib.metadata.PackageNotFoundError:
@@ -45,10 +46,11 @@ def check_namespace(user: str, namespace: str) -> None:
 
 
 class LMCacheTier:
-    """A tier in a storage manager of this process.
+    """A tier in an LMCache storage manager of this process.
 
-    Reads: an L2 that fails looks like one that has no such object; writes tell.  Pins are ignored: LMCache
-    evicts as it is configured.  :meth:`clear` deletes what this process put or read.
+    For reads, an L2 that fails looks like an L2 without the object; writes report the failure.  The tier
+    ignores pins: LMCache evicts by its own configuration.  :meth:`clear` deletes the objects that this
+    process put or read.
     """
 
     def __init__(
@@ -59,9 +61,9 @@ class LMCacheTier:
         namespace: str = "default",
         timeout_s: float = 5.0,
     ) -> None:
-        """``l1_bytes``: memory, allocated by :meth:`open`.  ``l2``: adapters as ``lmcache server
-        --l2-adapter`` takes them, for example ``{"type": "fs_native", "base_path": "/var/cache/hypic"}``;
-        they survive a restart where their medium does.
+        """``l1_bytes``: memory that :meth:`open` allocates.  ``l2``: adapters in the form of ``lmcache server
+        --l2-adapter``, for example ``{"type": "fs_native", "base_path": "/var/cache/hypic"}``.  An adapter's
+        objects survive a restart if its medium does.
 
         Raises ``ValueError`` for a malformed argument and ``ImportError`` without LMCache.
         """

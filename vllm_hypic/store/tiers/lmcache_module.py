@@ -1,8 +1,8 @@
-"""Our part of an LMCache server: objects by name, in the storage manager that the server has anyway.
+"""The extension of an LMCache server: objects by name, in the storage manager that the server already has.
 
     lmcache server --server-module '{"module_path": "vllm_hypic.store.tiers.lmcache_module"}' ...
 
-Needs this package in the server's environment, and no vLLM.  ``lmcache_server.py`` is the client.  Calls wait
+The server's environment needs this package, and no vLLM.  ``lmcache_server.py`` is the client.  Calls wait
 for disks: give the server several ``--max-workers``.
 """
 
@@ -22,24 +22,24 @@ from .lmcache import check_namespace
 from .lmcache_objects import LMCacheObjects
 
 L2_TIMEOUT_S = 5.0
-"""Bounds each wait for one of the server's L2."""
+"""The most seconds of each wait for one of the server's L2 adapters."""
 
 
 _NO_DATA = memoryview(b"")
 
 
 class Status(IntEnum):
-    """How a call ended."""
+    """The outcome of a call."""
 
     DONE = 0
     ABSENT = 1
-    """There is no such object."""
+    """The server does not have the object."""
     FULL = 2
     FAILED = 3
 
 
 class Call(msgspec.Struct, array_like=True):
-    """A client's call; a method reads the fields that it needs."""
+    """A client's call; each method reads only the fields that it needs."""
 
     namespace: str
     name: ObjectName = ObjectName("")
@@ -49,7 +49,8 @@ class Call(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """``data``: the object's bytes, or why it failed.  ``levels``: bytes used and budget."""
+    """A server's answer.  ``data``: the object's bytes, or the reason of a failure.  ``levels``: bytes used
+    and budget."""
 
     status: Status
     data: memoryview = _NO_DATA
@@ -57,7 +58,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 class HypicModule:
-    """The handlers; LMCache calls them from several threads."""
+    """The handlers of calls; LMCache runs the handlers on several threads."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -131,7 +132,7 @@ class HypicModule:
             answer = operation(self._objects(call.namespace), call)
         except TierFull as e:
             answer = Answer(Status.FULL, memoryview(str(e).encode()))
-        except (TierError, ValueError) as e:  # of a call that this version does not understand, too
+        except (TierError, ValueError) as e:  # ValueError: also a malformed call
             answer = Answer(Status.FAILED, memoryview(str(e).encode()))
         return msgspec.msgpack.encode(answer)
 
@@ -146,5 +147,5 @@ class HypicModule:
 
 
 def build_server_modules(build: ExtServerModuleBuildContext) -> HypicModule:
-    """The entry point that ``lmcache server`` looks for in a module."""
+    """Return the handlers; ``lmcache server`` looks for this entry point in a module."""
     return HypicModule(build.server_context)

@@ -1,11 +1,11 @@
-"""Objects in an LMCache storage manager: its memory (L1), and the disks, Redis and clouds (L2) behind that.
+"""Objects in an LMCache storage manager: its memory (L1), and the disks, Redis and clouds (L2) behind it.
 
-The one file that knows LMCache's storage.  ``lmcache.py`` has a storage manager of its own in this process;
-``lmcache_module.py`` uses that of an LMCache server.
+Only this file knows LMCache's storage.  ``lmcache.py`` has its own storage manager in this process;
+``lmcache_module.py`` uses the storage manager of an LMCache server.
 
-An object is two of LMCache's: the body, and a head of fixed size that is written last.  LMCache keeps no
-length with an object and asks readers for it, and a longer file read for a shorter object is a hit there;
-the head gives the length, and tells whether this is the body that it was written for.
+An object is two LMCache objects: the body, and a head of fixed size that is written last.  LMCache keeps no
+length with an object and asks readers for it; a longer file, read for a shorter object, counts as a hit.  The
+head gives the length, and a checksum that tells whether the body belongs to the head.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _MODEL = "vllm-hypic"
 _BODY, _HEAD = 0, 1  # LMCache's object groups
 _STRIPES = 64
 _ROOM_WAIT_S = 1.0
-"""Seconds that a put waits for objects to become evictable that are just being read or written."""
+"""The most seconds that a put waits for objects that are being read or written to become evictable."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The length and checksum that an object's body must have, and when it expires."""
+    """The length and checksum that an object's body must have, and the object's expiry."""
 
     nbytes: int
     crc: int
     expires: float | None
-    """Unix time, seconds."""
+    """Unix time in seconds; ``None``: the object never expires."""
 
     _MAGIC = b"HYPICLM1"
     _FIELDS = struct.Struct("<8sQIdI")  # magic, bytes of the body, its CRC, expiry or 0, CRC of these
@@ -59,7 +59,7 @@ class Head:
 
     @classmethod
     def decode(cls, data: bytes) -> Head | None:
-        """``None``: no head, or a damaged one."""
+        """Return the head, or ``None`` for other or damaged bytes."""
         if len(data) != cls.SIZE or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
             return None
         magic, nbytes, crc, expires, _ = cls._FIELDS.unpack(data)
@@ -70,27 +70,28 @@ class Head:
 
 
 class LMCacheObjects:
-    """Objects of one namespace in a storage manager that others may use, too.  Methods block; any thread."""
+    """Objects of one namespace in a storage manager that may have other users.  All methods may block, on any
+    thread."""
 
     def __init__(self, manager: StorageManager, namespace: str, timeout_s: float, own: bool = False) -> None:
-        """``timeout_s`` bounds each wait for L2.  ``own``: the manager is ours, and L2 adapters that fail may
-        be replaced."""
+        """``timeout_s`` bounds each wait for L2.  ``own``: the manager belongs to this tier, which may
+        replace failing L2 adapters."""
         from lmcache.v1.distributed.api import ObjectKey
 
         self._manager = manager
         self._namespace = namespace
         self._timeout_s = timeout_s
-        self._rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)  # the rank is part of our names
+        self._rank = ObjectKey.ComputeKVRank(1, 0, 1, 0)  # names of objects contain the rank
         self._l2 = _Adapters(manager, timeout_s, renew=own)
-        # LMCache makes one batch of what is written at a time; of unequal sizes, that fails (``resp``).
+        # LMCache puts simultaneous writes into one batch, which fails for unequal sizes (``resp``).
         self._writing = threading.Lock()
-        # One operation on a name at a time: what a reader has locked in L1 could not be replaced.
+        # One operation on a name at a time: no operation can replace an object that a reader locks in L1.
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._lock = threading.Lock()
         self._known: OrderedDict[ObjectName, None] = OrderedDict()
-        """Objects that were put or read here, the least recently used first."""
+        """Objects that this process put or read here, the least recently used first."""
         self._abandoned: list[tuple[PrefetchHandle, ObjectKey]] = []
-        """Reads that nobody waits for any more: their locks must be given back."""
+        """Reads that timed out: their locks must still be given back."""
 
     # -- operations
 
@@ -100,7 +101,7 @@ class LMCacheObjects:
             if head is None:
                 return None
             if head.nbytes > self.used()[1]:
-                return None  # the work of a process with more memory: sound, but not for this one
+                return None  # sound, but written by a process with more memory
             body = None
             if head.nbytes <= limit and not head.expired():
                 body = self._read(self._key(name, _BODY), head.nbytes)
@@ -111,11 +112,11 @@ class LMCacheObjects:
             return body
 
     def has(self, name: ObjectName) -> bool:
-        """Reads the object here: LMCache may have evicted its body and kept its head."""
+        """Return whether a read finds the object: LMCache may have evicted its body and kept its head."""
         return self.get(name, sys.maxsize) is not None
 
     def put(self, name: ObjectName, data: memoryview, expires: float | None = None) -> None:
-        """An existing object is kept.  Returns when memory and every L2 have it.
+        """Write the object unless it exists; return when memory and every L2 have it.
 
         Raises :class:`TierFull` without room in L1, :class:`TierError` when an L2 does not confirm in time.
         """
@@ -124,8 +125,8 @@ class LMCacheObjects:
         with self._stripe(name):
             if self._head(name) is not None:
                 return  # put by another thread just now
-            # LMCache would not write to L2 what is in L1, nor replace what an L2 has: half an object of a
-            # former process, or a damaged one.
+            # LMCache writes no object to L2 that is in L1, and replaces no object in an L2.  Half an object
+            # of an earlier process, or a damaged object, may be there.
             self._delete(name)
             self._write(self._key(name, _BODY), data)
             head = Head(data.nbytes, zlib.crc32(data), expires)
@@ -140,7 +141,7 @@ class LMCacheObjects:
             return head is not None and not head.expired()
 
     def expire(self, name: ObjectName, at: float | None) -> None:
-        """Rewrites the head; when that fails the object is gone."""
+        """Rewrite the head with the expiry ``at``; a failure loses the object."""
         with self._stripe(name):
             head = self._head(name)
             if head is None:
@@ -150,7 +151,7 @@ class LMCacheObjects:
             self._write(key, memoryview(Head(head.nbytes, head.crc, at).encode()))
 
     def clear(self) -> None:
-        """Deletes what was put or read here.  LMCache cannot list what else an L2 has from former times."""
+        """Delete the objects that were put or read here.  LMCache cannot list an L2's older objects."""
         with self._lock:
             names = list(self._known)
         for name in names:
@@ -158,7 +159,7 @@ class LMCacheObjects:
                 self._delete(name)
 
     def used(self) -> tuple[int, int]:
-        """Bytes in L1, whoever's, and its size."""
+        """Return the bytes used in L1, by all users, and the size of L1."""
         return self._manager.get_l1_usage()
 
     # -- heads and names
@@ -184,7 +185,7 @@ class LMCacheObjects:
     # -- LMCache's objects
 
     def _read(self, key: ObjectKey, nbytes: int) -> bytes | None:
-        """A copy: what LMCache lends stays locked for all, and only for so long."""
+        """Return a copy of the object, because LMCache lends it only under a lock, and only for a while."""
         self._reap()
         while True:
             result = self._prefetch(key, nbytes)
@@ -192,7 +193,7 @@ class LMCacheObjects:
                 break
             if result.found_cells is None or result.found_cells[0].popcount() == 0:
                 return None
-            # An L2 has it and could not load it: there was no room in L1, or the medium failed.
+            # An L2 has the object and cannot load it: L1 has no room, or the medium fails.
             used, size = self.used()
             if size - used >= min(4 * nbytes, size // 2) or not self._evict_oldest():
                 return None
@@ -206,7 +207,7 @@ class LMCacheObjects:
         return data
 
     def _prefetch(self, key: ObjectKey, nbytes: int) -> PrefetchResult | None:
-        """Brings the object into L1; where that is a hit it is locked for reading."""
+        """Bring the object into L1; return the result.  A hit leaves the object locked for reading."""
         import torch
         from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, PrefetchTaskSpec
 
@@ -220,7 +221,7 @@ class LMCacheObjects:
         return self._manager.query_prefetch_status(handle)
 
     def _reap(self) -> None:
-        """Give back the locks of reads that ended after their time."""
+        """Give back the locks of reads that ended after their timeout."""
         with self._lock:
             waiting, self._abandoned = self._abandoned, []
         for handle, key in waiting:
@@ -240,7 +241,7 @@ class LMCacheObjects:
 
     @contextmanager
     def _l2_complete(self) -> Iterator[None]:
-        """All adapters are there, and no other thread writes."""
+        """Run the block with all L2 adapters present, while no other thread writes."""
         if not self._writing.acquire(timeout=self._timeout_s):
             raise TierError(f"LMCache is still writing another object after {self._timeout_s:g} s")
         try:
@@ -250,8 +251,8 @@ class LMCacheObjects:
             self._writing.release()
 
     def _reserve(self, key: ObjectKey, nbytes: int) -> memoryview:
-        """Room in L1.  LMCache's own eviction begins above a share of L1 and runs now and then: too late for
-        an object that is larger than what is left."""
+        """Return room in L1.  LMCache's own eviction starts above a share of L1 and runs now and then: too
+        late for an object larger than the free rest."""
         import torch
         from lmcache.v1.distributed.api import MemoryLayoutDesc
 
@@ -269,7 +270,8 @@ class LMCacheObjects:
         raise TierFull(f"no room for {nbytes} bytes in {size} bytes of LMCache's memory")
 
     def _evict_oldest(self) -> bool:
-        """Whether something left L1.  With an L2 it is still there; without one it is gone."""
+        """Remove an object from L1; return whether one left.  An L2 keeps its copy; without an L2 the object
+        is gone."""
         with self._lock:
             names = list(self._known)
         for name in names:
@@ -298,22 +300,22 @@ class LMCacheObjects:
 
 
 class _Adapters:
-    """The L2 of a storage manager: tells when all have an object, and renews those that do not.
+    """Waits until all L2 adapters of a storage manager have an object, and renews failing adapters.
 
-    LMCache writes to them behind the caller and reports success only; and some never connect again to a
-    server that was restarted (``resp`` to Redis).
+    LMCache writes to adapters in the background, and reports success only.  Some adapters never reconnect to
+    a restarted server (``resp`` to Redis).
     """
 
     def __init__(self, manager: StorageManager, timeout_s: float, renew: bool) -> None:
         self._manager, self._timeout_s, self._renew = manager, timeout_s, renew
         self._lock = threading.Lock()
         self._left: set[int] = set()
-        """Adapters that have not told yet of the object that is being written."""
+        """Adapters that have not confirmed the object that is being written."""
         self._key: ObjectKey | None = None
         self._stored = threading.Event()
         self._suspect: set[int] = set()
         self._missing: list[L2AdapterConfigBase] = []
-        """Adapters that were taken out and are not yet back."""
+        """Adapters that were taken out and are not back yet."""
         self._watched: set[int] = set()
         for descriptor, _ in manager.l2_adapters():
             self._watch(descriptor.index)
@@ -324,8 +326,8 @@ class _Adapters:
         self._watched.add(index)
 
     def finish_write(self, key: ObjectKey) -> None:
-        """Returns when every adapter has it; raises :class:`TierError` when one does not tell in time.  One
-        thread at a time."""
+        """Return when every adapter has the object; raise :class:`TierError` when an adapter does not confirm
+        in time.  Only one thread at a time may call this."""
         present = {descriptor.index for descriptor, _ in self._manager.l2_adapters()}
         with self._lock:
             self._key, self._left = key, self._watched & present
@@ -346,7 +348,7 @@ class _Adapters:
                     self._stored.set()
 
     def renew(self) -> None:
-        """Replaces the adapters that did not confirm a write.  One thread at a time."""
+        """Replace the adapters that did not confirm a write.  Only one thread at a time may call this."""
         if not self._renew:
             return
         for descriptor, _ in self._manager.l2_adapters():

@@ -1,4 +1,4 @@
-"""Objects in an LMCache server, several engines' and hosts'; ``lmcache_module.py`` is the server's side."""
+"""A tier in an LMCache server, for several engines and hosts; ``lmcache_module.py`` is the server's side."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 _NO_NAME, _NO_DATA = ObjectName(""), memoryview(b"")
 _PROBE_S = 1.0
-"""Bounds the connection to the server's port: a server that is down is told at once."""
+"""The most seconds for the connection to the server's port: a stopped server is reported at once."""
 
 
 class LMCacheServerTier:
-    """A tier in ``lmcache server``, which must run our module.
+    """A tier in ``lmcache server``, which must run ``lmcache_module.py``.
 
-    The server's traffic is neither encrypted nor authenticated: it belongs into a trusted network.  Pins are
-    ignored: LMCache evicts as the server is configured.  :meth:`clear` deletes what was put or read in this
-    namespace, by whomever, since the server started.
+    The server's traffic is neither encrypted nor authenticated: use a trusted network.  The tier ignores
+    pins: LMCache evicts as the server is configured.  :meth:`clear` deletes the objects that any client put
+    or read in this namespace since the server's start.
     """
 
     def __init__(self, name: str, url: str, namespace: str = "default", timeout_s: float = 5.0) -> None:
-        """``url``: ``tcp://host:port`` of ``lmcache server --host --port``, or ``grpc://host:port`` of one
-        with ``--transport grpc``.  ``timeout_s``: of every call as a whole, its transfer included.
+        """``url``: ``tcp://host:port`` of ``lmcache server --host --port``, or ``grpc://host:port`` of a
+        server with ``--transport grpc``.  ``timeout_s``: the most seconds of a whole call, transfer included.
 
         Raises ``ValueError`` for a malformed argument and ``ImportError`` without LMCache.
         """
@@ -86,9 +86,9 @@ class LMCacheServerTier:
         return None
 
     def used(self) -> tuple[int, int | None]:
-        """The server's memory, whoever uses it."""
+        """Return the used and total bytes of the server's memory, other users included."""
         answer = self._call("used")
-        assert answer is not None  # it is never absent
+        assert answer is not None  # levels are never absent
         return answer.levels
 
     def clear(self) -> None:
@@ -107,7 +107,7 @@ class LMCacheServerTier:
         expires: float | None = None,
         data: memoryview = _NO_DATA,
     ) -> Answer | None:
-        """The server's answer, ``None``: absent.  Raises what the server, or the way to it, failed with."""
+        """Return the server's answer; ``None``: no such object.  Raises faults of server and connection."""
         import msgspec
 
         from .lmcache_module import Answer, Call, Status
@@ -147,14 +147,14 @@ class LMCacheServerTier:
                 where = urlsplit(self._url)
                 if where.hostname and where.port:
                     socket.create_connection((where.hostname, where.port), _PROBE_S).close()
-                # A context of its own: what is unsent when it is closed must not hold up the process's end.
+                # An own context: messages unsent at its close must not delay the process's end.
                 context = zmq.Context()
                 context.setsockopt(zmq.LINGER, 0)
                 self._client = RequestClientFactory.create(self._url, context=context)
             return self._client
 
     def _drop_client(self, client: RequestClient | None = None) -> None:
-        """The next call connects anew: what the old connection has queued for a dead server dies with it."""
+        """Let the next call connect anew; messages queued for a dead server die with the old connection."""
         with self._lock:
             if client is not None and client is not self._client:
                 return

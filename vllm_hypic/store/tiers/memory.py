@@ -1,4 +1,4 @@
-"""Host memory: objects are the very buffers that were put."""
+"""A tier in host memory: the buffer of a put becomes the object."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .capacity_index import CapacityIndex, Counts, Refusal
 
 
 class MemoryTier:
-    """Objects in this process' memory, up to ``budget_bytes``; gone when it is closed.
+    """Objects in this process' memory, up to ``budget_bytes``; the objects are gone when the tier closes.
 
-    :meth:`put` copies nothing: the buffer itself becomes the object.  Its owner gives it up and writes to it
-    no more; readers get read-only views of it.  A view of part of a larger buffer keeps all of that alive,
-    and only the part is counted.
+    :meth:`put` copies nothing: the buffer itself becomes the object.  The buffer's owner must not write to it
+    afterwards; readers get read-only views.  A view of part of a larger buffer keeps the whole buffer alive,
+    but only the part counts.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class MemoryTier:
 
     @property
     def counts(self) -> Counts:
-        """Objects that left so far, and why."""
+        """Counts of the objects that left so far, by reason."""
         return self._index.counts
 
     def open(self) -> None:
@@ -46,7 +46,7 @@ class MemoryTier:
             self._open = True
 
     def may_hold(self, name: ObjectName) -> bool:
-        # Without the lock: one look into a dict, and a writer may hold the lock for a while.
+        # Look-ups in dicts need no lock, which a writer may hold for a while.
         return name in self._index and not self._index.is_expired(name, self._clock())
 
     def get(self, name: ObjectName, limit: int) -> memoryview | None:
@@ -99,7 +99,7 @@ class MemoryTier:
 
     def pin(self, name: ObjectName) -> None:
         with self._lock:
-            self._drop_expired()  # lest it be alive again
+            self._drop_expired()  # a pin must not revive an expired object
             self._index.pin(name)
 
     def unpin(self, name: ObjectName) -> None:
@@ -133,7 +133,7 @@ class MemoryTier:
             self._objects.clear()
 
     def check_integrity(self) -> None:
-        """``AssertionError`` when books and objects differ."""
+        """Raise ``AssertionError`` when books and objects differ."""
         with self._lock:
             self._index.check_integrity()
             held = {h.name: h.value.nbytes for h in self._index.held()}

@@ -1,4 +1,4 @@
-"""Objects in a Redis server: one string value each, so that a write is whole or not there."""
+"""A tier in a Redis server: each object is one string value, so that a write is whole or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import redis
 
 MAX_OBJECT_BYTES = 512 * 1024 * 1024
-"""Redis takes no longer string."""
+"""The longest string that Redis takes."""
 
 _CLEAR_BATCH = 500
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -29,11 +29,11 @@ T = TypeVar("T")
 class RedisTier:
     """A tier in a Redis (or Valkey) server that the operator runs.
 
-    Whether objects survive a restart, and which are evicted when memory is short, is the server's
-    configuration (``appendonly``, ``maxmemory``, ``maxmemory-policy``): a pin keeps an object from
-    expiring, not from the server's eviction.  Pins are this process's own.
+    The server's configuration (``appendonly``, ``maxmemory``, ``maxmemory-policy``) decides whether objects
+    survive a restart, and which objects leave when memory is short.  A pin keeps an object from expiry, not
+    from the server's eviction.  Each process has its own pins.
 
-    Several engines may share a server: equal ``name`` and ``namespace`` see the same objects.
+    Several engines may share a server: tiers with equal ``name`` and ``namespace`` see the same objects.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class RedisTier:
         timeout_s: float = 2.0,
         password: str | None = None,
     ) -> None:
-        """The password, in ``url`` or beside it, is kept out of every message.  ``ttl_s``: seconds from the
-        writing to the expiry of objects that were given none of their own; ``None``: they stay.
+        """No message shows the password, which ``url`` or ``password`` gives.  ``ttl_s``: seconds from the
+        write to the expiry of objects without an expiry of their own; ``None``: such objects stay.
         ``timeout_s`` bounds each wait in which the server makes no progress, not a whole transfer.
 
         Raises ``ValueError`` for a malformed argument and ``ImportError`` without redis-py.
@@ -64,7 +64,7 @@ class RedisTier:
         self._opened = False
         self._lock = threading.Lock()
         self._pinned: dict[ObjectName, float | None] = {}
-        """Pinned objects, with the Unix time at which they expire once they are unpinned."""
+        """Pinned objects, with the Unix time at which each object expires once it is unpinned."""
 
     def open(self) -> None:
         self._opened = True
@@ -85,8 +85,8 @@ class RedisTier:
         return None if found is None else memoryview(found)
 
     def _read(self, name: ObjectName, limit: int) -> bytes | None:
-        """The object's first ``limit + 1`` bytes, so that no more of a longer one is transferred; ``b""`` for
-        a value that no tier wrote; ``None``: there is none."""
+        """Return at most the first ``limit + 1`` bytes, so that a longer object is not transferred; ``None``
+        without the object.  ``b""`` stands for a value that no tier wrote."""
         from redis.exceptions import ResponseError
 
         pipeline = self._client.pipeline(transaction=False)
@@ -157,16 +157,17 @@ class RedisTier:
         self._ask(lambda: self._client.pexpireat(self._key(name), max(1, round(at * 1000))))
 
     def held(self) -> Iterator[Held] | None:
-        """``None``: objects there carry no cache value, and a shared server may hold any number of them."""
+        """Return ``None``: Redis keeps no cache values, and a shared server may hold countless objects."""
         return None
 
     def used(self) -> tuple[int, int | None]:
-        """The whole server's memory and its ``maxmemory``, whoever uses it."""
+        """Return the whole server's used memory and its ``maxmemory``, other users included."""
         memory = self._ask(lambda: self._client.info("memory"))
         return int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None
 
     def clear(self) -> None:
-        """Also walks over the keys of others (``SCAN``): long on a large shared server, never blocking it."""
+        """Delete all objects.  ``SCAN`` walks over foreign keys too: slow on a large server, never
+        blocking."""
         with self._lock:
             names = list(self._pinned)
         self._forget_expiry(names)
@@ -196,7 +197,7 @@ class RedisTier:
                     self._pinned[name] = None
 
     def _ask(self, command: Callable[[], T]) -> T:
-        """The server's answer; its faults as :class:`TierError`.  Connections mend themselves."""
+        """Run the command; return the answer, or raise :class:`TierError`.  The client reconnects itself."""
         from redis.exceptions import OutOfMemoryError, RedisError
 
         if not self._opened:
@@ -206,7 +207,7 @@ class RedisTier:
         except OutOfMemoryError as e:
             raise TierFull(f"tier {self.name}: Redis at {self._where} is out of memory: {e}") from e
         except (RedisError, OSError) as e:
-            # Without the cause: old servers quote the arguments of a command that they do not know.
+            # Without the cause: old servers quote the arguments of an unknown command.
             password = self._client.connection_pool.connection_kwargs.get("password")
             told = str(e).replace(password, "***") if password else str(e)
             raise TierError(f"tier {self.name}: Redis at {self._where}: {type(e).__name__}: {told}") from None
@@ -215,7 +216,7 @@ class RedisTier:
 def _client(
     name: str, url: str, connect_timeout_s: float, timeout_s: float, password: str | None
 ) -> tuple[redis.Redis, str]:
-    """A client that holds no connection yet, and the server's address without its password."""
+    """Return a client without a connection yet, and the server's address without its password."""
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -228,11 +229,11 @@ def _client(
             password=password,
             socket_connect_timeout=connect_timeout_s,
             socket_timeout=timeout_s,
-            # A connection of the pool is dead after the server's restart: a second one decides.
+            # After the server's restart a pooled connection is dead: one retry uses a new connection.
             retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
     except ValueError:
-        # Without the cause: the URL parser quotes what it does not understand, be it part of a password.
+        # Without the cause: the URL parser quotes malformed text, which may be part of a password.
         raise ValueError(f"tier {name}: malformed Redis URL; expected {_URL_FORM}") from None
     settings = pool.connection_kwargs
     settings["decode_responses"] = False  # the URL may ask for it; objects are bytes
