@@ -60,7 +60,7 @@ def checkpoints(
     *,
     successors: bool = False,
 ) -> tuple[Checkpoint, ...]:
-    """Return the checkpoints at ``ends``.  Keys are chained, so all keys together cost as much as a segment's.
+    """Return the checkpoints at ``ends``.  Keys are chained, so all keys together cost as much as one.
 
     ``origin``: key of the properties that segments must share to share checkpoints.  ``successors``: the last
     row before a checkpoint reads the token behind it, so the checkpoint's key covers that token, too.

@@ -55,7 +55,7 @@ class Namespace:
     def renamed(self, key: SegmentKey) -> SegmentKey:
         """Translate a record's key between the first generation and this generation, in both directions.
 
-        The function is its own inverse, so a pin or an id finds its record by the first key in any generation.
+        The function is its own inverse, so a pin or an id finds its record by the first key in every one.
         """
         if not self.generation:
             return key

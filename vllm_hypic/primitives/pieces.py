@@ -120,7 +120,7 @@ def require_whole(media: Media, spans: Spans) -> None:
 def require_apart(media: Media, ids: Sequence[int], primitives: PrimitiveIds) -> None:
     """Raise :class:`PromptError` where one of ``media`` contains a primitive, or ends behind the prompt.
 
-    Live audio accompanies text and has no tokens of its own, so its range may contain primitives.
+    Live audio accompanies text and has no tokens of its own, so its range may be such a range.
     """
     for medium in media:
         if medium.stop > len(ids) or primitives.contains(ids[medium.start : medium.stop]):
