@@ -55,7 +55,9 @@ class RecordMover(Protocol):
         ``blocks`` is the number of transition blocks that the record keeps."""
 
     def discard(self, place: RecordPlace) -> None:
-        """Drop the record that the intake of ``place`` took, if any.  Do not call this after :meth:`settle`."""
+        """Note that no record comes to ``place``, and drop the record that its intake took, if any.
+
+        Do not call this after :meth:`settle`."""
 
     def dropped(self, slots: Iterable[int]) -> None:
         """Note that the records in ``slots`` are gone: new passes and records may use the slots at once."""

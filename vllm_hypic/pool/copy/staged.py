@@ -13,7 +13,7 @@ These rules keep records whole:
   because all copies share a stream.
 
 The copy thread copies bytes and never calls CUDA; a block of an outgoing chunk is free once its copy is done.
-While the copy thread is behind, no block is free: records wait in the pool, but passes never wait.
+If the copy thread is behind, blocks run out: records then wait in the pool, but passes never wait.
 """
 
 from __future__ import annotations
