@@ -44,7 +44,7 @@ class Later(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class Decoding:
-    """Composed requests that generate, in a batch with one row per request and without segment requests.
+    """Composed requests that generate, in a batch with one row per request and without captures.
 
     ``requests``: ids of the batch's requests; ``rows [composed]`` int64: rows of the composed requests, on
     the host and (``rows_on_device``) on the device; ``floor [requests]`` int64: stream index from which on

@@ -211,7 +211,7 @@ def pool_geometry(
 
 
 def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometry:
-    """Return a pool without pages and slots.  Raises :class:`ConfigError` for layers that cannot share one."""
+    """Return a pool of size 0.  Raises :class:`ConfigError` for layers that cannot share a pool."""
     found = list(layers)
     attention = tuple(layer for layer in found if isinstance(layer, AttentionGeometry))
     linear = tuple(layer for layer in found if isinstance(layer, StateGeometry))
