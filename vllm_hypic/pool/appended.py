@@ -13,7 +13,7 @@ from .transition_blocks import NO_BLOCK
 
 
 def append(records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
-    """Prepend the record in slot ``base`` to the record in ``slot``, whose tokens follow those of ``base``.
+    """Prepend the record in slot ``base`` to the record in ``slot``, whose tokens follow the base's tokens.
 
     Products are in float32; T is rounded to its dtype.  A head whose transition has no entry above
     ``dead_transition`` is dead.  Raises ``TypeError`` for diagonal transitions, which only their layer knows.

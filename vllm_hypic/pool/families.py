@@ -29,8 +29,8 @@ class LinearFamily:
     ``geometry``: layout of a layer's records; ``stock``: vLLM's layer classes; ``module``: module whose
     ``register`` replaces them by the plugin's; ``architectures``: model classes, of vLLM or the plugin, that
     keep only KV and these layers' states of a prompt.  For text prompts, models with vision are among them.
-    Other models may use the same layer class and keep more state that the plugin cannot compose, so the
-    engine refuses them (:data:`NOT_SERVED`: by name, with that state).  No model class is in two rows, as a
+    Other models may use the same layer class and keep more state that the plugin cannot compose.  The engine
+    refuses these models (:data:`NOT_SERVED`: by name, with that state).  No model class is in two rows, as a
     model's layers are of one family.  ``drafts``: requests may decode with drafts, on CPU.
     """
 

@@ -153,7 +153,7 @@ class StreamPlan:
         return np.searchsorted(self.kv_positions, first), np.where(first < self.n_logical, known, generated)
 
     def apart(self, stop: int) -> bool:
-        """Whether the stream lacks tokens before index ``stop``, so that its distances differ from the prompt."""
+        """Whether tokens are missing before stream index ``stop``, so that distances are not the prompt's."""
         return bool(self.logical(stop - 1, stop)[0] != stop - 1)
 
 
@@ -204,8 +204,8 @@ class CapturePlan:
     the state behind them.
 
     ``slot_mapping [hi - lo]``: token slots for K and V.  ``positions`` int64 covers the request's tokens up
-    to ``hi`` or further.  It is given only where positions are not indices, because the segment has padding
-    inside or other tokens stand before it.  ``leading`` records need no transition.
+    to ``hi`` or further.  The array is given only where positions are not indices, because the segment has
+    padding inside or other tokens stand before it.  ``leading`` records need no transition.
     """
 
     lo: int
@@ -224,9 +224,9 @@ class CapturePlan:
     """Slot of an interior segment's record of the tokens before these, if any.  The worker joins both records
     into the new record."""
     learned: bool = False
-    """K and V are those of the engine's learned context."""
+    """K and V come from the engine's learned context."""
     successor: int | None = None
-    """The token behind the record's last token in every prompt; ``None`` where it differs by prompt."""
+    """The token behind the record's last token in every prompt; ``None`` where that token differs by prompt."""
     grows: bool = False
     """The record is a page of generated tokens.  The tokens come one by one, and only the pass with the last
     token, which ends there, leaves states."""

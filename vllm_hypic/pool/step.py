@@ -134,7 +134,7 @@ class ReplacedRows:
 
     @staticmethod
     def of(composed: Sequence[ComposedRow], hidden: Sequence[tuple[np.ndarray, np.ndarray]]) -> ReplacedRows:
-        """Return the rows of ``composed``.  ``hidden``: hidden columns and tokens of each, or empty."""
+        """Return the rows of ``composed``.  ``hidden``: hidden columns and tokens by request, or empty."""
         public = PublicRows.of(composed)
         if not hidden:
             return ReplacedRows(public, None, None)
@@ -149,8 +149,8 @@ class ReplacedRows:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of a pass that stock attention does not serve alone, for one layer; ``None`` for no rows.
-    All rows of a request are in the same group.
+    """The rows of a pass that stock attention does not serve alone, in two groups, for one layer.
+    All rows of a request are in the same group.  An empty group is ``None``.
 
     ``merged``: stock attention computes the rows' private part.  ``replaced``: the plugin computes their
     whole attention, for two reasons.  In layers with a window, the window may hide earlier tokens of a row;
@@ -188,8 +188,8 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedRows:
-    """Captured ``rows [n]`` of the batch, their token ``slots`` in the pool, and the ``positions`` by which
-    their K was rotated, those of the segment requests; int64 on the device."""
+    """Captured ``rows [n]`` of the batch and their token ``slots`` in the pool; int64 on the device.
+    ``positions``: the segment requests' positions, by which K was rotated."""
 
     rows: torch.Tensor
     slots: torch.Tensor

@@ -79,8 +79,8 @@ class TransitionBlocks:
     def settle(self, slot: int, row: torch.Tensor | None = None) -> int:
         """Take back the blocks of a complete record's dead heads; return the number of blocks it keeps.
 
-        ``row``: result of :meth:`row` when the record was complete, on the host.  Without it, the method reads
-        the tables, and waits for a device that runs behind.
+        ``row``: result of :meth:`row` when the record was complete, on the host.  Without ``row``, the method
+        reads the tables, and waits for a device that runs behind.
         """
         if slot not in self._held:
             return 0

@@ -27,8 +27,8 @@ def build_prompt(
     """Return a prompt string for completions or ``LLM.generate``.
 
     ``texts``: text forms of the primitives; pass the tokenizer's ``prompt_texts`` where texts are literal.
-    Raises ``TypeError`` for arguments that are not text, and ``ValueError`` for an empty segment, for an
-    argument that contains a primitive's text, and for literal ``texts``.
+    Raises ``TypeError`` for arguments that are not text.  Raises ``ValueError`` for an empty segment, an
+    argument that contains a primitive's text, and literal ``texts``.
     """
     if texts.literal:
         raise ValueError(

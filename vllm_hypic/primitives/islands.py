@@ -1,8 +1,8 @@
 """Islands: windows inside cached segments that are recomputed with full context, because the query asks
 about them.
 
-The choice of islands is part of a request's plan.  It depends only on the prompt's tokens and the budget,
-never on the cache's contents, and is the same in every process and on every machine.
+The choice of islands is part of a request's plan.  The choice depends only on the prompt's tokens and the
+budget, never on the cache's contents.  Every process on every machine chooses the same islands.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def query_of(
 def choose_islands(
     interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int, words: Words
 ) -> list[Ranges]:
-    """Return the ranges to recompute of each of ``interiors``, the tokens that records would serve.
+    """Return the ranges to recompute in each of ``interiors``, the tokens that records would serve.
 
     :func:`scores_of` ranks the windows of all interiors against the distinct words of ``query``; ties keep
     the prompt's order.  In that order, the function takes each window that fits into the rest of ``budget``

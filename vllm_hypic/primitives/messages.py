@@ -1,7 +1,7 @@
 """Find the messages of a rendered chat in its tokens, whatever the template.
 
-Templates write a *header* before each message: special tokens with a few words between that name the role,
-often up to the end of the line.  The message's content follows the header, up to the next special token.
+Templates write a *header* before each message: special tokens and a few words that name the role, often up
+to the line's end.  The message's content follows the header, up to the next special token.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class Marks:
         return start, max(0, bisect_left(self._at, stop) - 1)
 
     def last_word(self) -> int:
-        """Return the index of the token that holds the last character before closing tags and space at the
-        text's end, or 0 for a text without such a character."""
+        """Return the index of the token with the text's last character, or 0 for a text without characters.
+        Closing tags and space at the text's end do not count."""
         closing = _CLOSING.search(self.text, max(0, len(self.text) - _LONGEST_CLOSING))
         stop = closing.start() if closing else len(self.text.rstrip())
         return bisect_left(self._at, stop) - 1 if stop else 0

@@ -6,7 +6,7 @@ computed, in logical order,
     [head of doc1] | [tail of doc1][head of doc2] | [tail of doc2][query]
 
 and, at each ``|``, a *compose point* that applies a cached segment's interior.  An *island*, a window
-inside an interior that is recomputed, cuts that interior's K and V in two: the island's tokens stand in the
+inside an interior that is recomputed, cuts that interior's K and V in two.  The island's tokens stand in the
 stream between both halves.  Positions are *logical* (the prompt without separators); *stream indices* count
 the stream's own tokens.
 """
@@ -151,8 +151,8 @@ class PromptPlan:
 
     ``contexts``: records behind which other records are computed, and that are no segments of the prompt.
     ``stream`` and ``positions`` have equal length; generated tokens continue at ``n_logical``.
-    ``salt`` names all that decides the stream's KV besides its tokens.  It is ``None`` where the stream is
-    exact and may share vLLM's prefix cache with ordinary requests.
+    ``salt`` names all that decides the stream's KV besides its tokens.  The salt is ``None`` where the stream
+    is exact and may share vLLM's prefix cache with ordinary requests.
     """
 
     segments: tuple[CachedSegment, ...]
@@ -205,13 +205,13 @@ def build_plan(
     """Plan one request.  The function changes nothing, and depends on its arguments alone.
 
     ``kept``: keys of records whose memory ``limits`` does not count; ``most``: limits on all records of the
-    request together, those in ``kept`` included; ``context``: tokens of the fixed context, for methods with
+    request together, including ``kept`` records; ``context``: tokens of the fixed context, for methods with
     such a context; ``learned``: digest of the context's file where it is learned; ``choose_islands``: needed
     by methods with islands; ``find_question``: finds the question's range ``[start, stop)`` in a prompt's
     tokens, ``None``: all tokens behind the last segment are the question; ``checkpoint_tokens``: tokens
     between two checkpoints of a record, 0: no checkpoints; ``reads_successors``: some layers read each
-    token's successor.  The token behind a leading segment differs by prompt, so the leading record leaves out
-    the segment's last token, and keys of checkpoints cover the token behind them.
+    token's successor.  The token behind a leading segment differs by prompt.  The leading record therefore
+    leaves out the segment's last token, and keys of checkpoints cover the token behind them.
     The stream computes a segment (exactly) if its interior would be shorter than ``min_segment_tokens``, or
     if the request's earlier segments fill the pool.  Other requests never decide whether a segment is cached.
     Raises :class:`PromptError` for a prompt without tokens.
@@ -375,8 +375,8 @@ def _leading_record(
 ) -> CachedSegment | None:
     """Return the record of the leading segment's own tokens without the last ``tail``, or ``None``.
 
-    ``None``: the segment is too short for a record, or padding before it moves it away from position 0, so
-    that its record would be no prefix.  A segment with an image at its end has no tail, because a record
+    ``None``: the segment is too short for a record, or padding moves it away from position 0.  In the latter
+    case, its record would be no prefix.  A segment with an image at its end has no tail, because a record
     serves an image as a whole.
     """
     tokens = piece.tokens[: piece.dependent_from]

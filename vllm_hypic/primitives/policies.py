@@ -60,8 +60,8 @@ class Islands:
     """Windows inside segments that are recomputed with full context, the best by ``chosen_by`` first.
 
     ``percent``: limit on their share of the tokens that records would serve.  ``tokens``: a larger limit for
-    short prompts, up to :data:`MAX_ISLAND_PERCENT`, because a question's subject takes as many windows in a
-    short prompt as in a long one.
+    short prompts, up to :data:`MAX_ISLAND_PERCENT`.  A question's subject takes as many windows in a short
+    prompt as in a long prompt.
     """
 
     chosen_by: str

@@ -118,7 +118,7 @@ class Segmenter:
         return self._found(pieces, structure.counts)
 
     def _cuttable(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """Yield all blocks but those of newest messages of at most ``newest_tokens``, computed as a whole."""
+        """Yield all blocks except those of newest messages of at most ``newest_tokens``, computed whole."""
         for newest, of_message in groupby(blocks, lambda block: block.newest):
             message = list(of_message)
             if newest is None or message[-1].stop - message[0].start > self._newest:

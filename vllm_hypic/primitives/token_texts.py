@@ -51,9 +51,9 @@ class TokenTexts:
     def of(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each of ``tokens``; the joined texts are the text of all tokens.
 
-        Where tokens share a character, the last token has the text of all, and the tokens before it have
-        ``""``: a cut behind an empty text would lie inside a character.  Bytes that are no UTF-8 read as
-        U+FFFD.  U+FFFD itself may read as several characters, where its bytes are separate tokens.
+        Where tokens share a character, the last token has the text of all, and the other tokens have ``""``.
+        A cut behind an empty text would lie inside a character.  Bytes that are no UTF-8 read as U+FFFD.
+        U+FFFD itself may read as several characters, where its bytes are separate tokens.
         """
         known = self._known
         texts = [known[token] if token in known else self._learn(token) for token in tokens]

@@ -22,8 +22,8 @@ MAX_WINDOW = 24
 that resemble the wanted one, and at equal cost leave more of the loss (docs/benchmarks/answers.md)."""
 
 SHORT_WINDOW = 6
-"""Least tokens of a window where a longer window would cut a sentence: a search may find a sentence's part
-without the other part, which has the answer."""
+"""Least tokens of a window where a longer window would cut a sentence.  A search may find one part of a cut
+sentence and miss the part with the answer."""
 
 KEPT_SEGMENTS = 4096
 KEPT_TOKENS = 1 << 19
@@ -46,10 +46,10 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
     Windows are disjoint, cover the segment in order, and have :data:`MIN_WINDOW` to :data:`MAX_WINDOW` tokens
     (a shorter segment is one window).  A window ends at the first end of a sentence or paragraph that leaves
-    both the window and the rest that long, or at the last end that leaves the window :data:`SHORT_WINDOW`
-    tokens.  Further choices, in this order, are ends of lines by the same rule, the last space, and the last
-    place that is not inside a character (``""`` marks a token whose character continues).  The last choice is
-    the longest window.  A segment without tokens has no windows.
+    both the window and the rest that long.  The next choice is the last end that leaves the window
+    :data:`SHORT_WINDOW` tokens.  Further choices are ends of lines by the same rules, the last space, and the
+    last place outside a character (``""`` marks a token whose character continues).  The last choice is the
+    longest window.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
     sentences, lines = _places(SENTENCE, text, texts, at), _places(LINE, text, texts, at)

@@ -69,4 +69,4 @@ class RecordMover(Protocol):
         """Wait until no copy is under way."""
 
     def close(self) -> None:
-        """Drain.  Do not call any method afterwards."""
+        """Drain.  Callers must not use the mover afterwards."""
