@@ -226,7 +226,7 @@ class CapturePlan:
     learned: bool = False
     """K and V come from the engine's learned context."""
     successor: int | None = None
-    """The token behind the record's last token in every prompt; ``None`` where that token differs by prompt."""
+    """The token behind the record's last token in every prompt; ``None`` where it differs between prompts."""
     grows: bool = False
     """The record is a page of generated tokens.  The tokens come one by one, and only the pass with the last
     token, which ends there, leaves states."""
