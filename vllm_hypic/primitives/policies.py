@@ -1,7 +1,7 @@
 """Link methods: how a request joins independently cached segments.
 
 A method decides, per interior segment, how many tokens at its head and tail are recomputed with
-full context, and which windows between them (islands).  A method also decides the context of the segment's record,
+full context, and which windows between them (islands).  A method also decides the segment's context,
 whether the transition ``T_C`` is applied, and whether the segment's position is part of its identity.  The
 leading segment never has a seam: it stands at position 0 and has no left neighbour.
 """
