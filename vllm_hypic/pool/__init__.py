@@ -1,1 +1,1 @@
-"""The public pool: records of segments in a worker's memory, as all requests read them."""
+"""The public pool: records of segments in a worker's memory, which all requests read."""

@@ -1,6 +1,7 @@
-"""A record and that of the tokens before it, made one: ``T <- T T_base``, ``S <- T S_base + S``.
+"""Join a record with the record of the tokens before it: ``T <- T T_base``, ``S <- T S_base + S``.
 
-How a segment with checkpoints adds up.  Once a stretch of some hundred tokens, so in PyTorch on every device.
+A segment with checkpoints adds up its stretches this way.  The join runs once for each stretch of some
+hundred tokens, so PyTorch is fast enough on every device.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from .transition_blocks import NO_BLOCK
 
 
 def append(records: StateRecords, slot: int, base: int, dead_transition: float) -> None:
-    """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both.
+    """Prepend the record in slot ``base`` to the record in ``slot``, whose tokens follow the base's tokens.
 
-    Products are in float32, T is rounded to its dtype.  A head whose transition has no entry above
-    ``dead_transition`` is dead.  Raises ``TypeError`` for diagonal transitions, which their layer knows.
+    Products are in float32; T is rounded to its dtype.  A head whose transition has no entry above
+    ``dead_transition`` is dead.  Raises ``TypeError`` for diagonal transitions, which only their layer knows.
     """
     match records:
         case LinearRecords():
@@ -43,9 +44,9 @@ def _append_matrices(records: LinearRecords, slot: int, base: int, dead_transiti
     both = torch.bmm(own, before).to(records.transitions.dtype)
     blocks, stored = records.block_of[slot], records.transitions
     live = blocks >= 0
-    # A device that runs behind is not asked which are: for the others one that is live is written again, or a
-    # block as it was.
-    any_live = blocks.argmax(0, keepdim=True)  # one number as an index would be read
+    # The host does not ask a device that runs behind which heads are live.  For each dead head, the code
+    # writes a live head's block again, or a block's old content.
+    any_live = blocks.argmax(0, keepdim=True)  # without keepdim, indexing would read the number on the host
     spare = torch.where(live[any_live, None, None], both[any_live], stored[:1])
     rows = torch.where(live, blocks, blocks[any_live].clamp(min=0)).long()
     stored[rows] = torch.where(live[:, None, None], both, spare)

@@ -1,4 +1,4 @@
-"""Records of one pool as the store's bytes: names, headers, and the checks before bytes are taken."""
+"""Records of one pool as the store's bytes: names, headers, and the checks before the pool takes bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .transition_blocks import NO_BLOCK
 
 @dataclass(frozen=True)
 class RankPart:
-    """Which part of every record this worker has."""
+    """The part of every record that this worker has: rank ``rank`` of ``world``."""
 
     rank: int = 0
     world: int = 1
 
 
 class RecordCodec:
-    """Says what records of one pool are as objects, and which objects may come in; ``mover`` copies them."""
+    """Describes a pool's records as the store's objects, and checks incoming ones; ``mover`` copies them."""
 
     def __init__(self, pool: DevicePool, namespace: Namespace, part: RankPart, mover: RecordMover) -> None:
         self.pool, self.namespace, self.part, self.mover = pool, namespace, part, mover
@@ -39,7 +39,7 @@ class RecordCodec:
     # -- out of the pool -----------------------------------------------------------------------
 
     def header(self, place: RecordPlace) -> RecordHeader:
-        """The header of a complete record; transitions of dead heads are not in it."""
+        """Return the header of a complete record, without transitions of dead heads."""
         base, sections = place.base, self._attention_sections(place)
         held = self.pool.transition_blocks.held(place.slot)
         for layer, blocks in zip(self.pool.geometry.linear, held, strict=True):
@@ -60,7 +60,7 @@ class RecordCodec:
     # -- into the pool -------------------------------------------------------------------------
 
     def expected(self, place: RecordPlace) -> Expected:
-        """The one record that may be read into ``place``."""
+        """Return the properties that an object must have to be read into ``place``."""
         sections = [
             SectionLimit(s.name, s.dtype, s.shape, by_column=True) for s in self._attention_sections(place)
         ]
@@ -79,7 +79,7 @@ class RecordCodec:
         )
 
     def incoming(self, place: RecordPlace) -> IncomingRecord:
-        """One record that is read from the store; see :meth:`reader`."""
+        """Return a reader for a record whose first K and V other objects may hold; see :meth:`reader`."""
         attention = [s.name for s in self._attention_sections(place)]
         expected = replace(self.expected(replace(place, base=None)), by_base=True)
         take = self.mover.intake(replace(place, slot_mapping=place.stored_slots, base=None))
@@ -87,11 +87,10 @@ class RecordCodec:
         return IncomingRecord(expected, attention, self._live_heads_agree, take, there)
 
     def reader(self, place: RecordPlace, expected: Expected) -> Reader:
-        """Checks an object and has it taken in for ``place``, which must be reserved and offered
-        transition blocks.
+        """Return a function that checks an object and has the mover take it in for ``place``.
 
-        Nothing is taken unless the whole object is sound.  Once it is, the mover must be told to settle or to
-        discard it.
+        The pool must have reserved ``place`` and offered it transition blocks.  The function takes only
+        objects that are sound as a whole.  After a take, the caller must have the mover settle or discard it.
         """
         take = self.mover.intake(place)
 
@@ -108,7 +107,7 @@ class RecordCodec:
         return read
 
     def _live_heads_agree(self, sections: dict[str, np.ndarray]) -> bool:
-        """Whether there is one transition for every head that is marked as live."""
+        """Whether ``sections`` have one transition for every head that is marked as live."""
         for layer in self.pool.geometry.linear:
             if not layer.blocks:
                 continue

@@ -1,4 +1,4 @@
-"""Records of a linear layer that operators cannot work on where they are kept."""
+"""Records of a linear layer that operators cannot read or write in place."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ if TYPE_CHECKING:
 
 
 class CopiedRecords(ABC):
-    """Operators are given copies of the records that they read, numbered from 0, and what they capture into
-    such ones is copied back."""
+    """Records of which operators get copies, numbered from 0.  The class copies captured records back."""
 
     @abstractmethod
     def read(self, slots: torch.Tensor) -> StateRecords:
-        """The records of ``slots [n]`` int64 in this order, as operators read them."""
+        """Copy the records of ``slots [n]`` int64, in this order, into the form that operators read."""
 
     @abstractmethod
     def room(self, slots: torch.Tensor) -> StateRecords:
-        """The same without S, for operators to capture into."""
+        """Return records as :meth:`read` does, but with an undefined S, into which operators capture."""
 
     @abstractmethod
     def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
-        """Into ``slots [n]`` int64 what was captured as records ``numbers [n]`` int64."""
+        """Copy records ``numbers [n]`` int64 of ``captured`` into ``slots [n]`` int64."""

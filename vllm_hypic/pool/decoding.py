@@ -1,4 +1,4 @@
-"""Passes in which each request generates one token: what of them stays the same from one to the next."""
+"""The state that passes share in which each request generates one token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Later(Sequence[T], Generic[T]):
-    """A sequence that is made when it is first looked at."""
+    """A sequence that is computed at its first use."""
 
     def __init__(self, make: Callable[[], list[T]]) -> None:
         self._make = make
@@ -44,12 +44,13 @@ class Later(Sequence[T], Generic[T]):
 
 @dataclass(frozen=True)
 class Decoding:
-    """Composed requests that generate, the only ones of ours in a batch whose requests have a row each.
+    """Composed requests that generate, in a batch with one row per request and without captures.
 
-    ``requests``: all of the batch; ``rows [composed]`` int64: the composed ones, on the host and on the
-    device; ``floor [requests]`` int64: stream index from which on this holds of each; ``shifts [composed]``:
-    how far behind its index in the stream a token stands, on the device; ``slot_mapping``, ``kv_positions``:
-    all public columns of each.  One object as long as these are the same.
+    ``requests``: ids of the batch's requests; ``rows [composed]`` int64: rows of the composed requests, on
+    the host and (``rows_on_device``) on the device; ``floor [requests]`` int64: stream index from which on
+    each request generates; ``shifts [composed]``: distance from a token's stream index to its logical
+    position, on the device; ``slot_mapping``, ``kv_positions``: all public columns of each composed request;
+    ``columns``: their number.  Passes share one object as long as these values stay the same.
     """
 
     requests: list[str]
@@ -62,12 +63,12 @@ class Decoding:
     columns: int
 
     def goes_on(self, requests: Sequence[str], computed: np.ndarray) -> bool:
-        """Whether the next pass is of the same requests, behind ``computed`` tokens each."""
+        """Whether this object holds for a pass over ``requests``, which have ``computed`` tokens each."""
         return self.requests == requests and bool((computed >= self.floor).all())
 
     @staticmethod
     def nothing(rows: int, device: torch.device) -> Decoding:
-        """A pass of ``rows`` requests of which none is composed."""
+        """Return the object for a pass over ``rows`` requests, none of which is composed."""
         host, none = np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int64, device=device)
         return Decoding([""] * rows, host, none, np.zeros(rows, dtype=np.int64), none, [], [], 0)
 
@@ -78,8 +79,9 @@ class Decoding:
         computed: np.ndarray,
         device: torch.device,
     ) -> Decoding | None:
-        """``streams``: of each composed batch row, ascending, its plan and its columns on the device.
-        ``None``: one of them is still composing, or in its prompt."""
+        """Return the object for a pass, or ``None`` if a request is still composing or in its prompt.
+
+        ``streams``: each composed batch row's plan and its columns on the device, rows ascending."""
         floor = np.zeros(len(requests), dtype=np.int64)
         for row, (plan, *_) in streams.items():
             ends = [p.at + 1 for p in plan.points[-1:]] + [end for _, end in plan.islands[-1:]]

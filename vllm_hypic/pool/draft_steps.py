@@ -1,4 +1,4 @@
-"""Passes of a model that drafts, behind a pass of the model itself: the same requests, other token rows."""
+"""Passes of a draft model behind a pass of the model itself, over the same requests and other token rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .upload import upload
 
 
 def over_the_same(step: StepContext, extra: int) -> StepContext:
-    """A pass over the rows of ``step``, behind which each request has ``extra`` more."""
+    """Return a pass over the rows of ``step``, with ``extra`` more rows at the end of each request."""
     if not extra:
         return step
 
@@ -30,8 +30,9 @@ def over_the_same(step: StepContext, extra: int) -> StepContext:
 
 
 def of_one_token(step: StepContext, at: Sequence[int]) -> StepContext:
-    """A pass over one token of each request of ``step``, which stands at stream index ``at [requests]``; it
-    captures nothing."""
+    """Return a pass over one token of each request of ``step``, at stream index ``at [requests]``.
+
+    The pass captures no record."""
 
     def row(of: ComposedRow) -> ComposedRow:
         i = of.row.index
@@ -43,13 +44,13 @@ def of_one_token(step: StepContext, at: Sequence[int]) -> StepContext:
 
 
 def successors(step: StepContext, tokens: np.ndarray, known: np.ndarray) -> list[torch.Tensor] | None:
-    """``rows [n]`` of the batch behind whose token another stands in the prompt than behind them in the pass,
-    and those tokens ``[n]``; int64 on the device.  ``None`` when there are none.
+    """Return the batch's rows ``[n]`` whose next token in the prompt differs from the pass's next token.
 
-    ``tokens [requests, any]`` are the requests' own, of which ``known [requests]`` are given.
+    The result also has these next tokens ``[n]``; both are int64 on the device.  ``None``: no row differs.
+    ``tokens [requests, any]`` are the requests' own tokens; the first ``known [requests]`` are given.
     """
     rows = [*(c.row for c in step.composed), *(c.row for c in step.captures)]
-    # What a chunk ends before; vLLM takes the last token of the prompt.
+    # The token behind a chunk; vLLM takes the prompt's last token instead.
     found = {r.q1 - 1: int(tokens[r.index, r.s1]) for r in rows if r.s1 < known[r.index]}
     for c in step.composed:
         r = c.row

@@ -1,8 +1,8 @@
-"""The linear-attention families whose layers take part in PIC: one table, which all parts of an engine read.
+"""The table of linear-attention families whose layers take part in PIC, which all parts of an engine read.
 
-To add a family: a folder beside ``backends/linear/gdn`` that holds the layer class (see
-``backends/linear/base.py``) and has a function ``register``; and a row here.  Scheduler and workers size the
-pool by the rows, so these name the folders and do not import them.  Another kind of transition is a class in
+To add a family, add a folder beside ``backends/linear/gdn`` and a row here.  The folder has the layer class
+(see ``backends/linear/base.py``) and a function ``register``.  Scheduler and workers size the pool by the
+rows, so the rows name folders and do not import them.  A new kind of transition needs a class in
 ``states.py``.
 """
 
@@ -23,14 +23,14 @@ from .states import (
 
 @dataclass(frozen=True)
 class LinearFamily:
-    """A family as vLLM knows it, and where its layers are.
+    """A family's names in vLLM, and the place of its layers.
 
-    ``name``: as messages call it; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
-    ``geometry``: what records hold of a layer; ``stock``: vLLM's layer classes; ``module``: where
-    ``register`` replaces these by ours; ``architectures``: model classes, vLLM's or ours, that keep
-    nothing of a prompt but KV and the states of these layers, models that see among them, for prompts of
-    text.  Others may use the very class and keep more beside it that nobody composes, so they are refused
-    (:data:`NOT_SERVED`: by name, with what that is).  No class is in two rows: a
+    ``name``: its name in messages; ``mamba_type``: its name in vLLM's ``MambaAttentionBackendEnum``;
+    ``geometry``: layout of a layer's records; ``stock``: vLLM's layer classes; ``module``: module whose
+    ``register`` replaces them by the plugin's; ``architectures``: model classes, of vLLM or the plugin, that
+    keep only KV and these layers' states of a prompt.  For text prompts, models with vision are among them.
+    Other models may use the same layer class and keep more state that the plugin cannot compose.  The engine
+    refuses these models (:data:`NOT_SERVED`: by name, with that state).  No model class is in two rows, as a
     model's layers are of one family.  ``drafts``: requests may decode with drafts, on CPU.
     """
 
@@ -128,15 +128,15 @@ NOT_SERVED = {
         "GPUs alone (Kimi-Linear is served)"
     ),
 }
-"""Models with layers like those of a family that are refused by name, and what they have."""
+"""Models that are refused by name although a family has similar layers, and the reason for each."""
 FAMILIES = (GATED_DELTA_NET, SHORT_CONVOLUTION, MAMBA2, MAMBA1, LIGHTNING, GATED_LINEAR)
 
 
 def family_in(architecture: str) -> LinearFamily | None:
-    """The family of the layers that were served in vLLM's model class ``architecture``, or ``None``."""
+    """Return the family of the layers in model class ``architecture``, or ``None`` if it is not served."""
     return next((family for family in FAMILIES if architecture in family.architectures), None)
 
 
 def family_of(mamba_type: str) -> LinearFamily | None:
-    """The family of layers whose cache has this type, or ``None``: not supported."""
+    """Return the family of layers with a cache of this type, or ``None`` for a type that is not supported."""
     return next((family for family in FAMILIES if family.mamba_type == mamba_type), None)

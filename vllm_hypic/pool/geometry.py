@@ -1,7 +1,7 @@
-"""Shapes and sizes of the public pool, derived alike by scheduler and worker.
+"""Shapes and sizes of the public pool, which scheduler and worker derive alike.
 
-Both sides see the same ``KVCacheConfig`` of every stage; the page and slot counts that the scheduler hands
-out are those that the worker allocates.
+Both sides see the same ``KVCacheConfig`` of every stage, so the worker allocates exactly the pages and slots
+that the scheduler hands out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 FP8 = torch.float8_e4m3fn
-"""Type of K and V of records beside a cache of the same."""
+"""Type of records' K and V where vLLM's cache has this type, too."""
 
 
 def quantised_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Type of K and V of records where vLLM's cache is quantised as ``--kv-cache-dtype`` says: as there, or
-    the model's ``dtype``."""
+    """Return the type of records' K and V where ``--kv-cache-dtype`` quantises vLLM's cache: the same FP8
+    type, or the model's ``dtype`` for other cache types."""
     return FP8 if cache_dtype in ("fp8", "fp8_e4m3") else dtype
 
 
@@ -45,7 +45,7 @@ class AttentionGeometry:
     head_size: int
     dtype: torch.dtype
     parts: ClassVar[tuple[str, ...]] = ("k", "v")
-    """What a record holds of a token, each ``[kv_heads, head_size]``."""
+    """Names of the tensors that a record holds of a token, each ``[kv_heads, head_size]``."""
 
     @property
     def token_bytes(self) -> int:
@@ -54,8 +54,8 @@ class AttentionGeometry:
 
 @dataclass(frozen=True)
 class LatentGeometry(AttentionGeometry):
-    """The public rows of one MLA layer: ``[pages * page_tokens, 1, head_size]``, first the part of K that is
-    rotated, then the latent, which is the rest of K and all of V."""
+    """The public rows of one MLA layer: ``[pages * page_tokens, 1, head_size]``.  A row has first the rotated
+    part of K, and then the latent, which is the rest of K and all of V."""
 
     parts: ClassVar[tuple[str, ...]] = ("k",)
 
@@ -65,10 +65,10 @@ LayerGeometry = AttentionGeometry | StateGeometry
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything that fixes the pool's memory.  Sizes are summed once: every step asks for them.
+    """All values that fix the pool's memory.  Sizes are summed once, because every step reads them.
 
-    With pipeline parallelism the layers are those of all stages, and sizes those of the fullest: every stage
-    has as many pages, slots and transition blocks, of its own layers.
+    With pipeline parallelism, the layers are those of all stages, and sizes are those of the fullest stage.
+    Every stage has the same numbers of pages, slots and transition blocks, for its own layers.
     """
 
     attention: tuple[AttentionGeometry, ...]
@@ -78,18 +78,18 @@ class PoolGeometry:
     slots: int
     transition_blocks: int = 0
     state_pages: int = 0
-    """Pages that the states of a slot lie in (``paged_states.py``); 0: they have a memory of their own."""
+    """Number of pages for the states of a slot (``paged_states.py``); 0: states have separate memory."""
     stages: tuple[tuple[str, ...], ...] = ()
-    """Names of each pipeline stage's layers; empty: there is one stage."""
+    """Names of each pipeline stage's layers; empty for a single stage."""
 
     @property
     def pieces(self) -> list[int]:
-        """Bytes of a page, by tensor of K or V."""
+        """Bytes that a page takes in each tensor of K or V."""
         each = self.page_tokens
         return [each * a.token_bytes // len(a.parts) for a in self.attention for _ in a.parts]
 
     def with_states_in_pages(self) -> PoolGeometry:
-        """The same whose states lie in pages, if a page of every stage can hold such."""
+        """Return this geometry with states in pages, if every stage's pages can hold states."""
         needed = [
             least_pages(one.pieces, [part.nbytes for layer in one.linear for part in layer.parts])
             for one in self._stages
@@ -98,7 +98,7 @@ class PoolGeometry:
         return replace(self, state_pages=max(needed, default=0) if all(needed) else 0)
 
     def stage(self, names: Container[str]) -> PoolGeometry:
-        """The pool of the stage that has the layers of these names."""
+        """Return the pool of the stage whose layers have these names."""
         return replace(
             self,
             attention=tuple(a for a in self.attention if a.layer in names),
@@ -120,11 +120,11 @@ class PoolGeometry:
 
     @property
     def _own_slot_bytes(self) -> int:
-        """What a slot takes besides pages."""
+        """Bytes that a slot takes outside pages."""
         return 0 if self.state_pages else self.slot_bytes
 
     def bytes_of(self, space: Space) -> int:
-        """Bytes that so many pages, slots and transition blocks take."""
+        """Return the bytes that the pages, slots and transition blocks of ``space`` take."""
         return (
             space.pages * self.page_bytes
             + space.slots * self._own_slot_bytes
@@ -133,12 +133,12 @@ class PoolGeometry:
 
     @property
     def space(self) -> Space:
-        """All of it."""
+        """The whole pool's pages, slots and transition blocks."""
         return Space(self.pages, self.slots, self.transition_blocks)
 
     @property
     def room(self) -> str:
-        """What the log says of the pool: ``459 pages x 64 tokens, 28 state slots``, of what there is."""
+        """The pool's size for the log, such as ``459 pages x 64 tokens, 28 state slots``."""
         room = [f"{self.pages} pages x {self.page_tokens} tokens"] if self.attention else []
         if self.state_pages:
             room.append(f"{self.state_pages} pages for each state")
@@ -148,17 +148,17 @@ class PoolGeometry:
 
     @property
     def transition_block_bytes(self) -> int:
-        """One transition ``[K, K]``; all layers that have any share the blocks, and have one K."""
+        """Bytes of a transition ``[K, K]``; all layers with transition blocks share them and have one K."""
         return self.block_dim**2 * TRANSITION_DTYPE.itemsize
 
     @cached_property
     def block_dim(self) -> int:
-        """K of transition blocks; 0 where no layer has any."""
+        """K of transition blocks; 0 where no layer has transition blocks."""
         return max((layer.block_dim for layer in self.linear), default=0)
 
     @cached_property
     def record_transition_blocks(self) -> int:
-        """Transition blocks of a record in which no transition has died out."""
+        """Number of transition blocks of a record in which every transition is alive."""
         return max(sum(layer.blocks for layer in one.linear) for one in self._stages)
 
     @cached_property
@@ -167,15 +167,15 @@ class PoolGeometry:
 
 
 def pool_bytes(config: HypicConfig, kv_bytes: int) -> int:
-    """Byte budget of the pool beside ``kv_bytes`` of vLLM's own KV cache."""
+    """Return the pool's byte budget beside ``kv_bytes`` of vLLM's own KV cache."""
     if config.pool_bytes is not None:
         return config.pool_bytes
     return int(kv_bytes * config.pool_fraction / (1 - config.pool_fraction))
 
 
 ALL_STAGES = "hypic_stages"
-"""Attribute of a ``KVCacheConfig`` beside which there are others, of other pipeline stages: all of them, its
-own included.  ``patches/all_stages.py`` sets it."""
+"""Attribute of a ``KVCacheConfig`` under pipeline parallelism: the configs of all stages, its own included.
+``patches/all_stages.py`` sets it."""
 
 
 def pool_geometry(
@@ -187,12 +187,12 @@ def pool_geometry(
     draft_rows: int = 0,
     states_in_pages: bool = False,
 ) -> PoolGeometry:
-    """Divide a rank's byte budget into pages, slots and transition blocks so that they run out together at
-    ``expected_segment_tokens`` per segment with a share of ``expected_live_heads`` of transitions to store.
-    ``states_in_pages``: where they can, slots are pages' (``paged_states.py``).
+    """Divide a rank's byte budget into pages, slots and transition blocks that run out together.
 
-    ``dtype``, ``draft_rows``: see :func:`layer_geometry`.  The same from every stage's ``kv_cache_config``.
-    Raises :class:`ConfigError` when not even one such segment fits.
+    The expected segment has ``expected_segment_tokens`` and stores the share ``expected_live_heads`` of its
+    transitions.  ``states_in_pages``: states lie in pages where possible (``paged_states.py``).  ``dtype``,
+    ``draft_rows``: see :func:`layer_geometry`.  Every stage's ``kv_cache_config`` gives the same result.
+    Raises :class:`ConfigError` if not even one expected segment fits.
     """
     stages: Sequence[KVCacheConfig] = getattr(kv_cache_config, ALL_STAGES, (kv_cache_config,))
     specs = [_layer_specs(stage) for stage in stages]
@@ -205,13 +205,13 @@ def pool_geometry(
         sized = replace(sized, stages=tuple(tuple(name for name, _ in stage) for stage in specs))
     if states_in_pages:
         sized = sized.with_states_in_pages()
-    # Every tensor names the size of the one allocation that they share.
+    # Each tensor has the size of the single allocation that all tensors share.
     kv_bytes = min(max((t.size for t in stage.kv_cache_tensors), default=0) for stage in stages)
     return divided(sized, config, pool_bytes(config, kv_bytes))
 
 
 def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometry:
-    """A pool without room.  Raises :class:`ConfigError` for layers that cannot share one."""
+    """Return a pool of size 0.  Raises :class:`ConfigError` for layers that cannot share a pool."""
     found = list(layers)
     attention = tuple(layer for layer in found if isinstance(layer, AttentionGeometry))
     linear = tuple(layer for layer in found if isinstance(layer, StateGeometry))
@@ -221,9 +221,9 @@ def unsized(layers: Iterable[LayerGeometry], config: HypicConfig) -> PoolGeometr
 
 
 def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeometry:
-    """``sized`` with room for ``budget`` bytes, divided as :func:`pool_geometry` says.
+    """Return ``sized`` with room for ``budget`` bytes, divided as :func:`pool_geometry` says.
 
-    Raises :class:`ConfigError` also where segments may be so short that their records would not do.
+    Raises :class:`ConfigError` also where segments may be too short for the model's convolutions.
     """
     least = max((layer.least_tokens for layer in sized.linear), default=1)
     if config.min_segment_tokens < least:
@@ -249,13 +249,13 @@ def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeomet
     blocks = segments * space.transition_blocks + spare_blocks
     own = Space(0, segments, blocks)
     pages = (budget - sized.bytes_of(own)) // sized.page_bytes if sized.attention else 0
-    # Without linear layers slots cost nothing: a segment takes at least one page.
+    # Without linear layers, slots cost no memory, and pages limit segments: each takes at least one page.
     slots = segments if sized.linear and not sized.state_pages else pages // max(1, sized.state_pages)
     return replace(sized, pages=pages, slots=slots, transition_blocks=blocks)
 
 
 def expected_space(geometry: PoolGeometry, config: HypicConfig) -> Space:
-    """What a segment of ``expected_segment_tokens`` with ``expected_live_heads`` takes in such a pool."""
+    """Return the space that a segment of ``expected_segment_tokens`` with ``expected_live_heads`` takes."""
     pages = -(-config.expected_segment_tokens // geometry.page_tokens) if geometry.attention else 0
     blocks = math.ceil(geometry.record_transition_blocks * config.expected_live_heads)
     return Space(pages + geometry.state_pages, 1 if geometry.linear else 0, blocks)
@@ -278,9 +278,11 @@ def layer_geometry(
     conv_dim_first: bool,
     draft_rows: int = 0,
 ) -> LayerGeometry:
-    """What records hold of a layer with this cache, in ``dtype`` where the cache is quantised
-    (:func:`quantised_dtype`).  ``draft_rows``: rows that a convolution's state has beside its own, for
-    drafts; records have none.  Raises :class:`ConfigError` where it has no place in the pool."""
+    """Return the geometry of a layer's records, from the ``spec`` of the layer's cache.
+
+    ``dtype``: type of K and V where the cache is quantised (:func:`quantised_dtype`); ``draft_rows``: extra
+    rows of a convolution's state for drafts, which records leave out.  Raises :class:`ConfigError` for a
+    layer that the pool cannot hold."""
     from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, MLAAttentionSpec
 
     if reason := cache_refusal(spec):
@@ -299,10 +301,10 @@ def layer_geometry(
 
 
 def cache_refusal(spec: KVCacheSpec) -> str | None:
-    """Why a layer with this cache has no place in the pool, or ``None``.
+    """Return the reason why the pool cannot hold a layer with this cache, or ``None``.
 
-    Layers are looked at once more when they are linked; what shapes the cache must be refused before
-    sizes are worked out from it.
+    The engine checks layers again when it links them.  A property that shapes the cache must be refused
+    before sizes are derived from it.
     """
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -320,7 +322,7 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
         return None
     if chunk := getattr(spec, "attention_chunk_size", None):
         return f"local attention in chunks of {chunk} tokens"
-    # Not isinstance: sink and sparse caches derive from it and hold something else.
+    # An isinstance check would accept sink and sparse caches, which derive from these and hold other data.
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
         return f"KV cache of kind {type(spec).__name__}"
     if isinstance(spec, MLAAttentionSpec):
@@ -331,7 +333,7 @@ def cache_refusal(spec: KVCacheSpec) -> str | None:
 
 
 def _latent_refusal(spec: MLAAttentionSpec) -> str | None:
-    """Why a cache of latents is not one row of ``head_size`` numbers a token, or ``None``."""
+    """Return why a cache of latents is not one row of ``head_size`` numbers a token, or ``None``."""
     if spec.state_content_bytes is not None:
         return f"MLA with a packed cache ({spec.cache_dtype_str})"
     if spec.model_version is not None or spec.tokens_per_state != 1:

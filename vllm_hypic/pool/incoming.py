@@ -1,8 +1,8 @@
-"""A record on its way from the store, where the K and V of its first columns may be in others.
+"""Read a record from the store, where other objects may hold the K and V of its first columns.
 
-object of the record -> that of its base, for the columns it lacks -> that one's base -> ... -> taken
+object of the record -> object of its base, for the columns it lacks -> the base's base -> ... -> taken
 
-So what records share is stored once: a conversation's next turn has its own columns, a checkpoint none.
+The store keeps shared columns once: a conversation's next turn stores its own columns, a checkpoint none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from ..store.record import Expected, Fault, open_record
 from .copy.base import Intake
 
 MOST_BASES = 8
-"""Objects that a record rests on at most."""
+"""Most bases, one behind the other, that a record may have."""
 
 
 class IncomingRecord:
-    """Reads one object after the other, each checked whole, and takes the record when it has all.
+    """Reads one object after the other, checks each as a whole, and takes the record once it is complete.
 
-    ``expected``: the record, which may have a base; ``attention``: its sections with a row for each column;
-    ``is_sound``: of the other sections; ``there``: its first columns that the pool has already.
+    ``expected``: the record, which may have a base; ``attention``: names of its sections with a row for each
+    column; ``is_sound`` checks the other sections; ``take`` receives the complete record; ``there``: number
+    of its first columns that the pool has already.
     """
 
     def __init__(
@@ -41,25 +42,25 @@ class IncomingRecord:
         self._expected, self._there = expected, there
         self._states: dict[str, np.ndarray] | None = None
         self._rows: list[dict[str, np.ndarray]] = []
-        """K and V, those of the last columns first."""
+        """K and V by object, the last columns first."""
         self.read_keys: list[SegmentKey] = []
-        """The objects that were read."""
+        """Keys of the objects that were read."""
         self.next: SegmentKey | None = SegmentKey(expected.key)
-        """The object to be read; ``None``: the record was taken."""
+        """Key of the next object to read; ``None`` once the record is taken."""
 
     @property
     def most_nbytes(self) -> int:
-        """Bytes of the largest object that can be the next one."""
+        """Most bytes that the next object may have."""
         return self._expected.max_nbytes
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is an object to be read that was not read before, and not one too many."""
+        """Whether a next object exists, was not read before, and does not exceed :data:`MOST_BASES`."""
         new = self.next is not None and self.next not in self.read_keys
         return new and len(self.read_keys) <= MOST_BASES
 
     def read(self, data: memoryview) -> Verdict:
-        """See :class:`~..store.protocol.Reader`.  Nothing is taken of an object that is not sound."""
+        """Read the next object, see :class:`~..store.protocol.Reader`.  An unsound object changes nothing."""
         record = open_record(data, self._expected)
         if isinstance(record, Fault):
             return record.verdict

@@ -1,4 +1,4 @@
-"""K and V of a learned context as one worker's pool has them."""
+"""K and V of a learned context in the form of one worker's pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LearnedRows:
-    """``key``, ``value [layers, tokens, kv_heads, size]`` of this rank, K not rotated; ``layers``:
-    their names."""
+    """This rank's ``key`` and ``value [layers, tokens, kv_heads, size]``, K unrotated; ``layers``: names of
+    the layers."""
 
     layers: tuple[str, ...]
     key: torch.Tensor
@@ -30,7 +30,7 @@ class LearnedRows:
 
     @staticmethod
     def of(context: LearnedContext, geometry: PoolGeometry, part: RankPart) -> LearnedRows:
-        """Raises :class:`ConfigError` where the model has other layers or heads."""
+        """Return this rank's rows.  Raises :class:`ConfigError` where the model has other layers or heads."""
         layers = sorted(geometry.attention, key=lambda a: [int(n) for n in re.findall(r"\d+", a.layer)])
         if geometry.linear:
             raise ConfigError(
@@ -56,12 +56,12 @@ class LearnedRows:
         return LearnedRows(tuple(a.layer for a in layers), key[:, :, own], value[:, :, own])
 
     def of_stage(self, geometry: PoolGeometry) -> LearnedRows:
-        """The rows of the layers that one pipeline stage has, of which ``geometry`` is."""
+        """Return the rows of the layers of the pipeline stage with this ``geometry``."""
         kept = [self.layers.index(a.layer) for a in geometry.attention]
         return LearnedRows(tuple(self.layers[i] for i in kept), self.key[kept], self.value[kept])
 
     def write(self, pool: DevicePool, slots: np.ndarray) -> None:
-        """Into the token ``slots [tokens]`` of all layers."""
+        """Write the rows into token slots ``slots [tokens]`` of all layers."""
         [where] = upload([slots], pool.device)
         for index, name in enumerate(self.layers):
             key, value = (send(rows[index], pool.device) for rows in (self.key, self.value))

@@ -1,12 +1,12 @@
-"""S of records in float16, half the bytes of float32.
+"""Keep the S of records in float16, which takes half the bytes of float32.
 
-A head of S, or a channel where channels are all there is, is kept as float16 numbers times a power of two
-of its own, ``2^exponent``, by which its largest entry lies between 2^14 and 2^15.  So no state is too large
-for float16, however long it was added up, and what is lost is at most ``2^-11`` of an entry, or ``2^-39`` of
-the head's largest.  What is no number stays none.
+Each head of S, or each channel in layers without heads, has float16 numbers times its own power of two,
+``2^exponent``.  The power puts the head's largest entry between 2^14 and 2^15.  No state is too large for
+float16 then, however long its sum.  The error is at most ``2^-11`` of an entry, or ``2^-39`` of the head's
+largest entry.  Infinities and NaN stay as they are.
 
-Operators know float32 alone.  A pass copies the records that it reads into a small pool of its own, numbered
-from 0, and what it captures out of such a one into the records.
+Operators know float32 alone.  A pass copies the records that it reads into a small pool, numbered from 0.
+The pass captures into such a pool, too, and copies its captures from there into the records.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from .tensors import StateRecords
 
 _TOP = 15
-"""The largest entry of a head is below 2^15, and float16 ends at 2^16."""
+"""A head's largest entry is below 2 to this power, as float16 ends at 2^16."""
 _LEAST = -126
-"""The smallest power of two that float32 has in full."""
+"""Exponent of the smallest normal power of two in float32."""
 _SHARED = "transitions"
-"""The one tensor of records that is not by slot: slots name what they have of it."""
+"""Name of the only tensor of records that is not indexed by slot: slots name their blocks in it."""
 
 
 @dataclass(frozen=True)
 class NarrowRecords(CopiedRecords):
-    """Records of one layer whose ``state [slots, heads, ...]`` is float16, times 2 to the power of ``exponent
-    [slots, heads]`` int8."""
+    """Records of one layer whose S is ``kept.state [slots, heads, ...]`` float16, times 2 to the power of
+    ``exponent [slots, heads]`` int8."""
 
     kept: StateRecords
     exponent: torch.Tensor
@@ -70,21 +70,21 @@ def _by_slot(records: StateRecords) -> dict[str, torch.Tensor]:
 
 
 def narrowed(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``state [n, heads, ...]`` float32 as float16 and exponents ``[n, heads]`` int8."""
+    """Return ``state [n, heads, ...]`` float32 as float16 numbers and exponents ``[n, heads]`` int8."""
     top = state.abs().flatten(2).amax(-1)
     exponent = (torch.frexp(top).exponent - _TOP).clamp(min=_LEAST)
-    # What is no number has no exponent, and is seen to be none in float16, too.
+    # Infinities and NaN have no exponent, and float16 keeps them as they are.
     exponent = torch.where(top.isfinite(), exponent, 0)
     scaled = state * _power_of_two(-exponent, state.dim())
     return scaled.to(NARROW_STATE_DTYPE), exponent.to(EXPONENT_DTYPE)
 
 
 def widened(state: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`narrowed`, but for what it rounded."""
+    """Return float32 states: the inverse of :func:`narrowed`, except for its rounding."""
     return state.to(STATE_DTYPE).mul_(_power_of_two(exponent, state.dim()))
 
 
 def _power_of_two(exponent: torch.Tensor, dimensions: int) -> torch.Tensor:
-    """2 to the power of ``exponent [n, heads]``, -126 to 127, exactly; ``[n, heads, 1, ...]`` float32."""
+    """Return exact powers of two ``[n, heads, 1, ...]`` float32 for ``exponent [n, heads]``, -126 to 127."""
     bits = (exponent.to(torch.int32) + 127) << 23
     return bits.view(torch.float32).view(*exponent.shape, *[1] * (dimensions - 2))

@@ -1,7 +1,7 @@
-"""States of records in pages of the pool, where K and V of others may have been before.
+"""Keep states of records in pages of the pool, where K and V of other records may have been before.
 
-So pages and states have one memory, of which prompts take what they need: how many tokens there are for a
-state need not be known.  Any pages will do for a state, wherever they are (``state_layout.py``).
+Pages and states thus share one memory, and prompts take what they need.  The pool needs no estimate of the
+tokens per state.  Any pages, anywhere in the pool, can hold a state (``state_layout.py``).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 _WORD = torch.int64
-"""Rows are copied by these, of which pieces are multiples: faster than bytes."""
+"""Unit of copies, faster than bytes.  A piece's size is a multiple of it."""
 
 
 class StatePages:
-    """The pool's pages as bytes, and which of them the states of a slot lie in.  On the CPU."""
+    """The pool's pages as words, and the pages that hold each slot's states.  Works on the CPU only."""
 
     def __init__(self, geometry: PoolGeometry, kv: Mapping[str, PublicKV]) -> None:
         tensors = [tensor for a in geometry.attention for tensor in kv[a.layer].parts.values()]
         shape = (geometry.pages, -1)
         self.tensors = [tensor.view(torch.uint8).view(*shape).view(_WORD) for tensor in tensors]
-        """``[pages, words]`` each: a piece a page."""
+        """``[pages, words]`` each: a row is a page's piece."""
         parts = [(g.layer, part) for g in geometry.linear for part in g.parts]
         pieces, sizes = [_bytes(t) for t in self.tensors], [part.nbytes for _, part in parts]
         found = layout(pieces, sizes, geometry.state_pages)
@@ -45,29 +45,29 @@ class StatePages:
         self._of = torch.zeros(geometry.slots, geometry.state_pages, dtype=torch.int64)
 
     def parts_of(self, layer: str) -> list[PagedPart]:
-        """The layer's parts, in the order of its geometry's parts."""
+        """Return the layer's parts, in the order of its geometry's parts."""
         return self._parts[layer]
 
     def take(self, slots: Mapping[int, Sequence[int]]) -> None:
-        """The states of these slots lie in these pages from now on."""
+        """Set the pages that hold the states of each slot from now on."""
         for slot, pages in slots.items():
             self._of[slot] = torch.tensor(pages)
 
     def pages(self, slots: torch.Tensor, extent: Extent) -> torch.Tensor:
-        """The pages of this extent of ``slots [n]``, slot by slot: ``[n * extent.count]`` int64."""
+        """Return the pages of an extent of ``slots [n]``, slot by slot: ``[n * extent.count]`` int64."""
         return self._of[slots, extent.first : extent.first + extent.count].flatten()
 
 
 @dataclass(frozen=True)
 class PagedPart:
-    """One part of all records of a layer: by slot, as bytes."""
+    """One part of all records of a layer, indexed by slot."""
 
     pages: StatePages
     part: SlotPart
     extents: tuple[Extent, ...]
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Copies ``[n, *shape]`` of the part of ``slots [n]`` int64."""
+        """Return a copy ``[n, *shape]`` of the part of ``slots [n]`` int64."""
         found: list[torch.Tensor] = []
         for s in self.extents:
             words = self.pages.tensors[s.tensor].index_select(0, self.pages.pages(slots, s))
@@ -77,7 +77,7 @@ class PagedPart:
         return exact.view(self.part.dtype).view(len(slots), *self.part.shape)
 
     def write(self, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """``values [n, *shape]`` into the part of ``slots [n]`` int64."""
+        """Write ``values [n, *shape]`` into the part of ``slots [n]`` int64."""
         rows, at = values.contiguous().view(torch.uint8).view(len(slots), self.part.nbytes), 0
         for s in self.extents:
             tensor = self.pages.tensors[s.tensor]
@@ -90,7 +90,7 @@ class PagedPart:
             at += size
 
     def __getitem__(self, slot: int) -> np.ndarray:
-        """The bytes of one record's part, uint8; numpy alone: stores' threads ask, too."""
+        """Return the bytes of a record's part, uint8.  Stores' threads call this, so it uses numpy alone."""
         found = [tensor[pages].reshape(-1) for tensor, pages in self._on_host(slot)]
         return np.concatenate(found)[: self.part.nbytes]
 
@@ -112,13 +112,15 @@ class PagedPart:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of one row of ``tensor``, which is a page's piece."""
+    """Return the bytes of a row of ``tensor``, which is a page's piece."""
     return tensor.size(1) * tensor.itemsize
 
 
 class PagedRecords(CopiedRecords):
-    """Records of one layer whose parts lie in pages.  ``made(parts, block_of)``: such records of some slots
-    as tensors of their own; ``block_of``: the layer's table of transition blocks."""
+    """Records of one layer whose parts lie in pages.
+
+    ``made(geometry, parts, block_of)`` builds records of some slots from separate tensors; ``block_of``: the
+    layer's table of transition blocks."""
 
     def __init__(
         self,

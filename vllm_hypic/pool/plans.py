@@ -1,6 +1,6 @@
-"""What scheduler and computation share about the pool: space, compose points, streams, captures, places.
+"""Data on the pool that scheduler and computation share: space, compose points, streams, captures, places.
 
-Made by the scheduler, pickled to the workers, read by the computation.
+The scheduler builds these objects and sends them, pickled, to the workers, whose computation reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..primitives.keys import SegmentKey
 
 @dataclass(frozen=True)
 class Space:
-    """Pages, slots and transition blocks of the pool."""
+    """Numbers of pages, slots and transition blocks of the pool."""
 
     pages: int = 0
     slots: int = 0
@@ -35,7 +35,7 @@ class Space:
         )
 
     def part(self, share: float) -> Space:
-        """So much of each, rounded down."""
+        """Return the share ``share`` of each number, rounded down."""
         return Space(int(self.pages * share), int(self.slots * share), int(self.transition_blocks * share))
 
     def covers(self, other: Space) -> bool:
@@ -46,7 +46,7 @@ class Space:
         )
 
     def shares(self, other: Space) -> bool:
-        """Whether there is some of the same in both."""
+        """Whether both spaces have pages, or both have slots, or both have transition blocks."""
         return (
             (self.pages > 0 < other.pages)
             or (self.slots > 0 < other.slots)
@@ -54,7 +54,7 @@ class Space:
         )
 
     def least(self, other: Space) -> Space:
-        """The smaller number of each."""
+        """Return the smaller of both numbers of each kind."""
         return Space(
             min(self.pages, other.pages),
             min(self.slots, other.slots),
@@ -62,7 +62,7 @@ class Space:
         )
 
     def largest_share(self, total: Space) -> float:
-        """The largest of the shares of ``total`` that this is in pages, slots and transition blocks."""
+        """Return this space's largest share of ``total``, in pages, slots or transition blocks."""
         return max(
             self.pages / max(1, total.pages),
             self.slots / max(1, total.slots),
@@ -72,11 +72,11 @@ class Space:
 
 @dataclass(frozen=True)
 class ComposePoint:
-    """Before stream index ``at``: apply the record in ``slot`` and show ``columns`` of it to the rows
-    that follow.  ``replace_state``: nothing stands before it (leading segment), so the state simply
-    becomes S.  Not ``applies``: an island follows, and the record's states are applied behind it, to the
-    state before it.  ``shift``: the record's tokens stand so many positions behind those at which they were
-    computed; below zero: before them."""
+    """Before stream index ``at``, apply the record in ``slot`` and show ``columns`` of it to the next rows.
+
+    ``replace_state``: no text stands before the record (leading segment), so the state becomes S.  Without
+    ``applies``, an island follows, and the record's states are applied behind it, to the state before it.
+    ``shift``: a token's position in this request less its position at the record's computation."""
 
     at: int
     slot: int
@@ -90,16 +90,15 @@ class ComposePoint:
 class StreamPlan:
     """A composed request as the worker sees it.
 
-    ``positions [stream]`` int64: where the model sees its tokens, and ``n_logical`` the first generated one:
-    logical positions, but behind and in images of models with three-dimensional ones
-    (``primitives/media.py``); ``slot_mapping [columns]`` and
-    ``kv_positions [columns]`` int64: token slot in the pool and logical position of every
-    public column, the request's interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream
-    indices, ascending, behind which linear layers go on from the state before them: a record that is applied
-    later has these tokens, too.  No pass ends inside one.  ``prompt``: tokens of the whole prompt, int64,
-    where sampling asks for them or drafts are looked up in them: not all of them are in the stream.
-    ``successors``: stream indices, ascending, behind which a record's token comes in the prompt, and that
-    token.
+    ``positions [stream]`` int64: positions at which the model sees the stream's tokens; ``n_logical``: the
+    first generated token's position.  These are logical positions, except inside and behind images of models
+    with three-dimensional positions (``primitives/media.py``).  ``slot_mapping [columns]`` and ``kv_positions
+    [columns]`` int64: token slot in the pool and logical position of every public column, the request's
+    interiors laid end to end.  ``islands``: ranges ``[begin, end)`` of stream indices, ascending.  Linear
+    layers continue behind an island from the state before it, because a record applied later contains the
+    island's tokens.  No pass ends inside an island.  ``prompt``: int64 tokens of the whole prompt, given
+    where sampling or the look-up of drafts needs them, as the stream lacks some of them.  ``successors``:
+    pairs (stream index, token), ascending, where the prompt's next token is that token of a record.
     """
 
     positions: np.ndarray
@@ -114,19 +113,19 @@ class StreamPlan:
 
     @staticmethod
     def alone(positions: np.ndarray) -> StreamPlan:
-        """Tokens at these positions that read no records."""
+        """Return a plan of tokens at ``positions`` that read no records."""
         none = np.zeros(0, dtype=np.int64)
         return StreamPlan(positions, int(positions[-1]) + 1, (), none, none, use_transition=True)
 
     @property
     def point_indices(self) -> np.ndarray:
-        """Stream index of every compose point, ascending."""
+        """The stream indices of all compose points, ascending."""
         return np.array([p.at for p in self.points], dtype=np.int64)
 
     def logical(self, start: int, stop: int) -> np.ndarray:
-        """Logical positions of stream indices ``[start, stop)``, generated tokens included."""
+        """Return the logical positions of stream indices ``[start, stop)``, generated tokens included."""
         n = len(self.positions)
-        if start >= n:  # a request that generates asks in every step
+        if start >= n:  # the fast path of requests that generate, which call this in every step
             return np.arange(self.n_logical + start - n, self.n_logical + stop - n, dtype=np.int64)
         known = self.positions[start : min(stop, n)]
         if stop <= n:
@@ -134,7 +133,9 @@ class StreamPlan:
         return np.concatenate([known, np.arange(self.n_logical, self.n_logical + stop - n, dtype=np.int64)])
 
     def visible_kv_lens(self, start: int, stop: int) -> np.ndarray:
-        """Public columns that stream indices ``[start, stop)`` see: a prefix each, int64."""
+        """Return the number of public columns, from the first on, that stream indices ``[start, stop)`` see.
+
+        The result is int64."""
         if not self.points or self.points[-1].at <= start:
             return np.full(stop - start, len(self.slot_mapping), np.int64)
         counts = np.concatenate([[0], np.cumsum([p.columns for p in self.points], dtype=np.int64)])
@@ -142,26 +143,26 @@ class StreamPlan:
         return counts[seen].astype(np.int64)
 
     def hidden(self, start: int, stop: int, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """What stream indices ``[start, stop)`` see no more where layers have a window of ``window`` tokens,
-        themselves among them: so many public columns and so many tokens of the stream, the first ones; int64
-        ``[stop - start]`` each."""
+        """Count the tokens before the window of each of stream indices ``[start, stop)``.
+
+        ``window``: tokens of the layer's window, the index itself included.  Returns the numbers of first
+        public columns, and of first tokens of the stream, that the window hides; int64 ``[stop - start]``."""
         first = self.logical(start, stop) - (window - 1)
         generated = len(self.positions) + first - self.n_logical
         known = np.searchsorted(self.positions, first)
         return np.searchsorted(self.kv_positions, first), np.where(first < self.n_logical, known, generated)
 
     def apart(self, stop: int) -> bool:
-        """Whether something is missing in the stream before its index ``stop``, so that distances in it are
-        not those of the prompt."""
+        """Whether tokens are missing before stream index ``stop``, so that distances are not the prompt's."""
         return bool(self.logical(stop - 1, stop)[0] != stop - 1)
 
 
 @dataclass(frozen=True)
 class StoredBase:
-    """The K and V of a record's first ``columns`` are those of a stored one, and are not stored again.
+    """A stored record with the K and V of another record's first ``columns``, which are not stored again.
 
-    ``keys``: that one, the one that it rests on in the same way, and so on; ``tokens`` and ``flops``: what is
-    saved without the record.
+    ``keys``: key of the stored record, of its own base, and so on; ``tokens`` and ``flops``: the savings of a
+    hit on the stored record alone.
     """
 
     keys: tuple[SegmentKey, ...]
@@ -172,10 +173,11 @@ class StoredBase:
 
 @dataclass(frozen=True)
 class RecordPlace:
-    """A record and its place in the pool: what the worker needs to move it to the store, or from there.
+    """A record and its place in the pool, for moves between the pool and the store.
 
-    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops`` are those of a hit.  ``base``: what
-    is stored elsewhere, or is in the pool already where it comes from the store.
+    ``slot_mapping [columns]`` int64; ``value_tokens`` and ``value_flops``: the savings of a hit.  ``base``:
+    for a record on its way to the store, a stored record with its first columns; for a record that comes from
+    the store, a description of the columns that the pool has already.
     """
 
     serial: int
@@ -189,22 +191,21 @@ class RecordPlace:
 
     @property
     def stored_slots(self) -> np.ndarray:
-        """The entries of ``slot_mapping`` whose K and V are stored with the record, or come with it; the
-        others are those of ``base``."""
+        """The entries of ``slot_mapping`` whose K and V are stored with the record, or come with it.  The
+        entries before belong to ``base``."""
         return self.slot_mapping if self.base is None else self.slot_mapping[self.base.columns :]
 
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """A record that a request makes: tokens ``[lo, hi)`` of it, by their indices.  A segment request ends
-    there.
+    """A record that a request makes of its tokens ``[lo, hi)``, by index.  A segment request ends at ``hi``.
 
-    Of a segment with checkpoints, or a prefix, it is one stretch: K and V of these tokens, the state behind
-    them.
+    For a segment with checkpoints, or a prefix, the plan covers one stretch: the K and V of these tokens, and
+    the state behind them.
 
-    ``slot_mapping [hi - lo]``: where K and V go; ``positions`` int64, of the request's tokens up to ``hi`` at
-    least, are given only when they are not the tokens' indices: the segment has padding inside, or something
-    stands before it; ``leading`` records need no transition.
+    ``slot_mapping [hi - lo]``: token slots for K and V.  ``positions`` int64 covers the request's tokens up
+    to ``hi`` or further.  The array is given only where positions are not indices, because the segment has
+    padding inside or other tokens stand before it.  ``leading`` records need no transition.
     """
 
     lo: int
@@ -214,26 +215,26 @@ class CapturePlan:
     positions: np.ndarray | None
     leading: bool
     serial: int = 0
-    """Number of the record, by which the worker reports how many transition blocks it took."""
+    """Number of the record, by which the worker reports its count of transition blocks."""
     stored: RecordPlace | None = None
-    """Given when the record goes to the store once it is complete."""
+    """Given where the record goes to the store once it is complete."""
     has_context: bool = False
-    """It goes on from the states of other records; a :class:`StreamPlan` of its own says which, and where."""
+    """The record continues from the states of other records, which a separate :class:`StreamPlan` names."""
     base: int | None = None
-    """Slot of the record of the segment's tokens before these, if there is one and this is not leading: with
-    it the record becomes that of both."""
+    """Slot of an interior segment's record of the tokens before these, if any.  The worker joins both records
+    into the new record."""
     learned: bool = False
-    """K and V are those of the engine's learned context."""
+    """K and V come from the engine's learned context."""
     successor: int | None = None
-    """The token behind the record's last one in every prompt; ``None``: that differs by prompt."""
+    """The token behind the record's last token in every prompt; ``None`` where it differs between prompts."""
     grows: bool = False
-    """It is a page of what a request generates.  Its tokens come one by one, and only the pass with the last
-    of them, which ends there, leaves states."""
+    """The record is a page of generated tokens.  The tokens come one by one, and only the pass with the last
+    token, which ends there, leaves states."""
     offset: int = 0
-    """Tokens before the request's first one, where ``positions`` are not given."""
+    """Number of tokens before the request's first token, where ``positions`` are not given."""
 
     def local_positions(self, start: int, stop: int) -> np.ndarray:
-        """Positions, int64, at which the segment request's tokens ``[start, stop)`` are computed."""
+        """Return the int64 positions at which the segment request computes tokens ``[start, stop)``."""
         if self.positions is None:
             return np.arange(self.offset + start, self.offset + stop, dtype=np.int64)
         return self.positions[start:stop]

@@ -17,34 +17,35 @@ class CarryingLayer(Protocol):
     """A layer that keeps a part of an interior's record between prefill chunks, by segment request."""
 
     def forget(self, request_id: str) -> None:
-        """Drop what the request carried, if it did."""
+        """Drop the data that the layer keeps for the request, if any."""
 
     def append_record(self, runtime: HypicRuntime, slot: int, base: int) -> None:
-        """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both."""
+        """Prepend the record in slot ``base`` to the record in ``slot``, whose tokens follow its tokens."""
 
 
 @dataclass
 class HypicRuntime:
-    """``step`` is what PIC has to do in the running forward pass, ``None`` when it has nothing to
-    do: layers then run stock code only.  Written by ``WorkerSide``, read by layers."""
+    """The state that ``WorkerSide`` writes and layers read.
+
+    ``step``: PIC's work in the running pass; ``None``: no work, so layers run stock code only."""
 
     pool: DevicePool
     dead_transition: float
-    """See ``HypicConfig``."""
+    """The option of ``HypicConfig``."""
     step: StepContext | None = None
     calls: Counter[str] = field(default_factory=Counter)
-    """How often each of our operators ran; plain requests must leave it untouched."""
+    """Number of runs of each of the plugin's operators; plain requests must leave it unchanged."""
     shared: Shared = field(default_factory=Shared)
-    """What layers keep from one pass for the next, and can make anew at any time."""
+    """Values that layers keep between passes, and can build again at any time."""
     carrying: list[CarryingLayer] = field(default_factory=list)
 
     def forget(self, request_id: str) -> None:
-        """Drop what a segment request carried: it is over or starts anew."""
+        """Drop the layers' data for a segment request, which is over or starts again."""
         for layer in self.carrying:
             layer.forget(request_id)
 
     def append_record(self, slot: int, base: int) -> None:
-        """Make the record in ``slot``, of tokens that follow those of the one in ``base``, that of both:
-        ``T <- T T_base``, ``S <- T S_base + S``.  K and V are each's own."""
+        """Prepend the record in slot ``base`` to the record in ``slot``, whose tokens follow its tokens:
+        ``T <- T T_base``, ``S <- T S_base + S``.  K and V of both records stay unchanged."""
         for layer in self.carrying:
             layer.append_record(self, slot, base)

@@ -1,4 +1,4 @@
-"""Values that several layers share: made by the first that asks, typed by who makes them."""
+"""Values that several layers share: the first caller makes a value and decides its type."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class Shared:
-    """One object of each class that layers ask for, as long as a pass or a worker lives."""
+    """Keeps one object of each class that layers ask for, for the life of a pass or a worker."""
 
     def __init__(self) -> None:
         self._made: dict[type, Any] = {}
 
     def of(self, kind: type[T]) -> T:
-        """The one object of this class, made without arguments when it is first asked for."""
+        """Return the only object of class ``kind``; the first call makes it without arguments."""
         if kind not in self._made:
             self._made[kind] = kind()
         found: T = self._made[kind]
@@ -23,7 +23,7 @@ class Shared:
 
 
 class Once(Generic[T]):
-    """A value that the first caller makes and all get."""
+    """A value that the first caller makes and all callers get."""
 
     def __init__(self) -> None:
         self._made: list[T] = []
@@ -35,7 +35,7 @@ class Once(Generic[T]):
 
 
 class OncePer:
-    """Values that the first caller makes of an object and all get: one for each object and kind."""
+    """Values by object and kind, each of which the first caller makes and all callers get."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, Hashable], tuple[object, Any]] = {}
@@ -43,7 +43,7 @@ class OncePer:
     def __call__(self, of: object, kind: Hashable, make: Callable[[], T]) -> T:
         key = id(of), kind
         if key not in self._made:
-            # The object itself is kept beside, so that no other can have its address.
+            # The entry keeps the object alive, so that no other object can have its address.
             self._made[key] = of, make()
         found: T = self._made[key][1]
         return found

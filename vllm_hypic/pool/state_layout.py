@@ -1,10 +1,10 @@
-"""Where the states of a record lie in pages of the pool.
+"""Compute the layout of a record's states in pages of the pool.
 
     page           K of layer 3 | V of layer 3 | K of layer 7 | V of layer 7 ...
     its pieces     [   piece    |    piece     |    piece     |    piece    ]
 
-A page has a *piece* of each tensor of K or V.  A state takes the pages' pieces tensor by tensor: all that
-its pages have of the first, then of the second, and every part of it begins with a new piece.
+A page has a *piece* of each tensor of K or V.  A state takes its pages' pieces tensor by tensor: all pieces
+of the first tensor, then all pieces of the second.  Every part of a state begins with a new piece.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 8
-"""Bytes that pieces must be a multiple of, so that they can hold numbers of any type."""
+"""Sizes of pieces must be multiples of this number of bytes, so that pieces can hold numbers of any type."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Pieces ``[first, first + count)`` of a state's pages, counted by page, in the tensor of this number."""
+    """Pieces ``[first, first + count)`` of a state's pages, counted by page, in tensor number ``tensor``."""
 
     tensor: int
     first: int
@@ -30,8 +30,9 @@ Layout = list[tuple[Extent, ...]]
 
 
 def layout(pieces: Sequence[int], parts: Sequence[int], pages: int) -> Layout | None:
-    """Where ``parts`` of so many bytes each lie in so many pages with ``pieces`` of so many bytes; ``None``:
-    they do not fit."""
+    """Return the extents of each of ``parts`` in ``pages`` pages, or ``None`` if the parts do not fit.
+
+    ``pieces``: bytes of a page's pieces; ``parts``: bytes of the parts."""
     found: Layout = []
     tensor, first = 0, 0
     for nbytes in parts:
@@ -49,7 +50,7 @@ def layout(pieces: Sequence[int], parts: Sequence[int], pages: int) -> Layout | 
 
 
 def least_pages(pieces: Sequence[int], parts: Sequence[int]) -> int:
-    """The fewest pages that ``parts`` fit into; 0: they do not lie in pages of such ``pieces``."""
+    """Return the fewest pages that hold ``parts``, or 0 if pages of such ``pieces`` cannot hold states."""
     if not pieces or not parts or any(piece < ALIGNMENT or piece % ALIGNMENT for piece in pieces):
         return 0
     pages = -(-sum(parts) // sum(pieces))

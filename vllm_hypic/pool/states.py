@@ -1,8 +1,8 @@
-"""What records hold of a layer that carries a state, one class per kind of transition.
+"""The layouts of records of layers with a state, one class per kind of transition.
 
-A record of such a layer is *parts*, tensors of one shape in the record's slot, and perhaps *transition
-blocks*, square matrices that are handed out singly because most of them die out (``transition_blocks.py``).
-A part is a section of the stored record, ``<layer>.<part>``.
+A record of such a layer has *parts*, tensors of fixed shape in the record's slot.  Some kinds also have
+*transition blocks*, square matrices that the pool hands out one by one, because most of them die out
+(``transition_blocks.py``).  A part is a section of the stored record, ``<layer>.<part>``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRANSITION_DTYPE = torch.float16
 """T has spectral norm <= 1, so fp16 cannot overflow and keeps 1e-4; bf16 would lose a digit."""
 STATE_DTYPE = torch.float32
 NARROW_STATE_DTYPE = torch.float16
-"""S where ``state_dtype`` says so, with an exponent for every head (``narrow_states.py``)."""
+"""Type of S under the option ``state_dtype``, with an exponent for every head (``narrow_states.py``)."""
 EXPONENT_DTYPE = torch.int8
 
 
@@ -41,35 +41,36 @@ class StateGeometry(ABC):
     """Records of one layer that carries a state."""
 
     state_ranks: ClassVar[tuple[int, ...]]
-    """Dimensions of the states in the layer's cache, its convolution's first."""
+    """Number of dimensions of each state in the layer's cache, the convolution's first."""
     has_transition: ClassVar[bool]
-    """What stood before a segment lives on behind it; if not, a segment overwrites it."""
+    """Whether the state keeps information across a segment.  If not, a segment overwrites the state."""
 
     layer: str
     state_dtype: torch.dtype = field(default=STATE_DTYPE, kw_only=True, repr=False)
-    """Type of S.  Not in the geometry's text, by which records are named: the option tells it there."""
+    """Type of S.  Records' names contain the geometry's text without this type, and the option itself."""
 
     @classmethod
     @abstractmethod
     def of(
         cls, layer: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], conv_dim_first: bool
     ) -> StateGeometry:
-        """Of a cache with states of such shapes, of :attr:`state_ranks` dimensions; ``conv_dim_first``: the
-        convolution's is ``[channels, rows]``."""
+        """Return the geometry for a cache with states of ``shapes``, of :attr:`state_ranks` dimensions.
+
+        ``conv_dim_first``: the convolution's state is ``[channels, rows]``, not ``[rows, channels]``."""
 
     @property
     @abstractmethod
     def parts(self) -> tuple[SlotPart, ...]:
-        """The record's tensors, in the order in which they are stored."""
+        """The record's tensors, in the store's order."""
 
     @property
     @abstractmethod
     def shape(self) -> str:
-        """The record's sizes, as messages say them."""
+        """The record's sizes as text for messages."""
 
     @property
     def blocks(self) -> int:
-        """Transition blocks of a record in which none has died out."""
+        """Number of transition blocks of a record in which every transition is alive."""
         return 0
 
     @property
@@ -79,16 +80,16 @@ class StateGeometry(ABC):
 
     @property
     def least_tokens(self) -> int:
-        """Behind a shorter interior the state holds more than a record can."""
+        """Least tokens of an interior: behind a shorter interior, the state depends on tokens before it."""
         return 1
 
     @property
     def narrow(self) -> bool:
-        """S is kept as ``narrow_states.py`` says."""
+        """Whether S is kept in float16, see ``narrow_states.py``."""
         return self.state_dtype != STATE_DTYPE
 
     def _with_state(self, shape: tuple[int, ...], *others: SlotPart) -> tuple[SlotPart, ...]:
-        """S ``[heads or channels, ...]`` and the other parts; behind them the exponents of a narrow S."""
+        """Return S ``[heads or channels, ...]``, the other parts, and then the exponents of a narrow S."""
         exponents = (SlotPart("exponent", shape[:1], EXPONENT_DTYPE),) if self.narrow else ()
         return (SlotPart("state", shape, self.state_dtype), *others, *exponents)
 
@@ -145,11 +146,11 @@ class LinearGeometry(StateGeometry):
 
 @dataclass(frozen=True)
 class ConvGeometry(StateGeometry):
-    """Records of one layer that is a convolution and nothing else: its last inputs ``[slots, conv_rows,
-    conv_dim]`` in the engine's dtype.
+    """Records of one layer that is only a convolution: its last inputs ``[slots, conv_rows, conv_dim]`` in
+    the engine's dtype.
 
-    Its transition is zero: a segment of at least ``conv_rows`` tokens overwrites the state.  After a shorter
-    one the first rows would be those of whatever stands before it, and no record has these.
+    The transition is zero: a segment of at least ``conv_rows`` tokens overwrites the state.  After a shorter
+    segment, the first rows would be inputs from before the segment, which no record has.
     """
 
     state_ranks = (2,)
@@ -180,7 +181,7 @@ class ConvGeometry(StateGeometry):
 
 @dataclass(frozen=True)
 class DecayGeometry(StateGeometry):
-    """Records of one layer whose transition is a number a head (Mamba2).
+    """Records of one layer whose transition is one number per head (Mamba2).
 
     ``S [slots, heads, head_dim, state_dim]`` and log T ``[slots, heads]`` fp32, the conv tail ``[slots,
     conv_rows, conv_dim]`` in the engine's dtype.  T is at most 1 and underflows behind some hundred tokens,
@@ -221,9 +222,9 @@ class DecayGeometry(StateGeometry):
 class DiagonalGeometry(StateGeometry):
     """Records of one layer whose transition is diagonal (Mamba1).
 
-    ``S [slots, channels, state_dim]`` and what *elapsed* ``[slots, channels]`` fp32, the sum of the
-    interior's step sizes; the conv tail ``[slots, conv_rows, channels]`` in the engine's dtype.
-    ``T = e^{A elapsed}`` would take as much as S, and underflows where its logarithm is still exact.
+    ``S [slots, channels, state_dim]`` and ``elapsed [slots, channels]`` fp32, the sum of the interior's step
+    sizes; the conv tail ``[slots, conv_rows, channels]`` in the engine's dtype.  ``T = e^{A elapsed}`` would
+    take as much memory as S, and underflows where its logarithm is still exact.
     """
 
     state_ranks = (2, 2)
@@ -259,8 +260,8 @@ class DiagonalGeometry(StateGeometry):
 class RetentionGeometry(StateGeometry):
     """Records of one layer without a convolution whose transition is a number a head (lightning attention).
 
-    ``S [slots, heads, key_dim, value_dim]`` and log T ``[slots, heads]`` fp32.  Where keys are rotated, S is
-    that of the positions at which the record was computed.
+    ``S [slots, heads, key_dim, value_dim]`` and log T ``[slots, heads]`` fp32.  Where keys are rotated, S
+    belongs to the positions at which the record was computed.
     """
 
     state_ranks = (3,)
@@ -285,7 +286,7 @@ class RetentionGeometry(StateGeometry):
 
     @property
     def decaying(self) -> tuple[int, ...]:
-        """Shape of log T."""
+        """Shape of log T in a slot."""
         return (self.heads,)
 
     @property
@@ -295,8 +296,8 @@ class RetentionGeometry(StateGeometry):
 
 @dataclass(frozen=True)
 class GatedRetentionGeometry(RetentionGeometry):
-    """The same where channels of K decay apart (gated linear attention): log T ``[slots, heads, key_dim]``,
-    and no keys are rotated."""
+    """Records of one layer whose channels of K decay separately (gated linear attention): log T is
+    ``[slots, heads, key_dim]``, and keys are not rotated."""
 
     @property
     def decaying(self) -> tuple[int, ...]:
@@ -304,5 +305,5 @@ class GatedRetentionGeometry(RetentionGeometry):
 
 
 def _conv(shape: Sequence[int], dim_first: bool) -> tuple[int, int]:
-    """Rows and channels of a convolution's state."""
+    """Return the numbers of rows and channels of a convolution's state."""
     return (shape[1], shape[0]) if dim_first else (shape[0], shape[1])

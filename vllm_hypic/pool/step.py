@@ -1,5 +1,5 @@
-"""One forward pass as the layers see it: which rows compose, which are captured, with every index
-tensor built once and shared by all layers."""
+"""One forward pass as the layers see it: its composed and captured rows.  All layers share index tensors,
+which are built once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StreamTensors:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One request in the batch: token rows ``[q0, q1)`` hold its stream indices ``[s0, s1)``."""
+    """One request in the batch: token rows ``[q0, q1)`` are the request's stream indices ``[s0, s1)``."""
 
     index: int
     q0: int
@@ -42,8 +42,8 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class ComposedRow:
-    """A request that reads records; ``visible_kv_lens [q1 - q0]`` int64 on the host: public columns per
-    token row."""
+    """A request that reads records.  ``visible_kv_lens [q1 - q0]`` int64 on the host: number of public
+    columns that each token row sees."""
 
     row: BatchRow
     stream: StreamTensors
@@ -52,12 +52,12 @@ class ComposedRow:
 
     @property
     def points(self) -> list:
-        """Compose points inside this chunk."""
+        """The compose points inside this chunk."""
         return [p for p in self.stream.plan.points if self.row.s0 <= p.at < self.row.s1]
 
     @property
     def islands(self) -> list[tuple[int, int]]:
-        """Islands inside this chunk, in stream indices.  Raises ``RuntimeError`` where it would cut one."""
+        """The islands inside this chunk, in stream indices.  Raises ``RuntimeError`` if it cuts an island."""
         islands, s0, s1 = self.stream.plan.islands, self.row.s0, self.row.s1
         if not islands or islands[-1][1] <= s0:
             return []
@@ -69,8 +69,8 @@ class ComposedRow:
 
 @dataclass(frozen=True)
 class CaptureRow:
-    """A request that is captured; this chunk holds tokens ``[begin, end)`` of its plan (empty allowed).  A
-    request that makes several records has a row for each of those that this chunk has a part of."""
+    """A captured request, whose chunk has tokens ``[begin, end)`` of ``plan`` (empty allowed).  A request
+    that makes several records has a row for each record that the chunk has a part of."""
 
     request_id: str
     row: BatchRow
@@ -80,23 +80,23 @@ class CaptureRow:
 
     @property
     def first(self) -> bool:
-        """The interior starts in this chunk."""
+        """Whether the interior starts in this chunk."""
         return self.begin == self.plan.lo
 
     @property
     def last(self) -> bool:
-        """The interior ends in this chunk."""
+        """Whether the interior ends in this chunk."""
         return self.begin < self.end == self.plan.hi
 
 
 @dataclass(frozen=True)
 class PublicRows:
-    """The rows of a pass that see public columns, as span attention takes them; int64, on the host but for
-    the columns.
+    """The rows of a pass that see public columns, in the form that span attention takes.  All tensors are
+    int64; the columns' tensors are on the device, all other tensors on the host.
 
-    ``cache_ranges [requests, 4]``: first and last token row of each request, its row of the block table and
-    its stream tokens so far; ``visible_kv_lens [rows]``: public columns that each of the rows sees;
-    ``slot_mapping``, ``kv_positions``: per request, all its public columns.
+    ``cache_ranges [requests, 4]``: token rows ``[first, stop)`` of each request, its row of the block table
+    and its number of stream tokens so far; ``visible_kv_lens [rows]``: number of public columns that each row
+    sees; ``slot_mapping``, ``kv_positions``: all public columns of each request.
     """
 
     cache_ranges: torch.Tensor
@@ -116,16 +116,16 @@ class PublicRows:
 
     @cached_property
     def query_ranges(self) -> torch.Tensor:
-        """``[requests, 2]``: first and last token row of each request."""
+        """``[requests, 2]``: token rows ``[first, stop)`` of each request."""
         return self.cache_ranges[:, :2].contiguous()
 
 
 @dataclass(frozen=True)
 class ReplacedRows:
-    """Rows whose attention is all ours, to public columns and to what is in vLLM's cache.
+    """Rows whose whole attention the plugin computes, to public columns and to tokens in vLLM's cache.
 
-    ``hidden_columns``, ``hidden_tokens [rows]`` int64 on the host: of the public columns and of the tokens in
-    vLLM's cache the first so many are behind the layer's window; ``None`` where it has none.
+    ``hidden_columns``, ``hidden_tokens [rows]`` int64 on the host: numbers of the first public columns, and
+    of the first tokens in vLLM's cache, before the layer's window; ``None`` for layers without a window.
     """
 
     public: PublicRows
@@ -134,7 +134,7 @@ class ReplacedRows:
 
     @staticmethod
     def of(composed: Sequence[ComposedRow], hidden: Sequence[tuple[np.ndarray, np.ndarray]]) -> ReplacedRows:
-        """``hidden``: for each of ``composed``, or empty."""
+        """Return the rows of ``composed``.  ``hidden``: hidden columns and tokens by request, or empty."""
         public = PublicRows.of(composed)
         if not hidden:
             return ReplacedRows(public, None, None)
@@ -149,13 +149,14 @@ class ReplacedRows:
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of a pass that stock attention does not serve alone, as one layer has them; ``None`` where
-    there are none.  Each request is in one of them as a whole.
+    """The rows of a pass that stock attention does not serve alone, in two groups, for one layer.
+    All rows of a request are in the same group.  An empty group is ``None``.
 
-    ``merged``: stock computes their private part.  ``replaced``: stock does not serve them.  Some see no more
-    of what stands before them in layers with a window, which stock measures in the stream, where what records
-    serve is missing; or they generate and have so few tokens in vLLM's cache that stock's call takes longer
-    than reading those beside the public columns.  ``all_replaced``: the pass has no other rows.
+    ``merged``: stock attention computes the rows' private part.  ``replaced``: the plugin computes their
+    whole attention, for two reasons.  In layers with a window, the window may hide earlier tokens of a row;
+    stock measures the window in the stream, which lacks the records' tokens.  A request that generates may
+    have so few tokens in vLLM's cache that stock's call takes longer than reading them beside the public
+    columns.  ``all_replaced``: the pass has no other rows.
     """
 
     merged: PublicRows | None
@@ -164,8 +165,10 @@ class AttentionRows:
 
     @staticmethod
     def of(composed: Sequence[ComposedRow], window: int | None, short: int, tokens: int) -> AttentionRows:
-        """``composed``: requests of the pass's ``tokens`` rows that read records or, in layers with a window,
-        have something missing in their streams.  ``short``: few tokens are so many."""
+        """Divide the requests ``composed`` of a pass of ``tokens`` rows into both groups.
+
+        ``composed``: requests that read records or, in layers with a window, lack tokens in their streams;
+        ``short``: most tokens in vLLM's cache with which a request that generates is replaced."""
         merged, replaced = list[ComposedRow](), list[ComposedRow]()
         hidden = list[tuple[np.ndarray, np.ndarray]]()
         for c in composed:
@@ -185,8 +188,8 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class CapturedRows:
-    """``rows [n]`` of the batch, their token ``slots`` in the pool, and the ``positions`` by which their K
-    was rotated, the segment requests' own; int64 on the device."""
+    """Captured ``rows [n]`` of the batch and their token ``slots`` in the pool; int64 on the device.
+    ``positions``: the segment requests' positions, by which K was rotated."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -205,24 +208,25 @@ class CapturedRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """All requests of a pass, ours or not: ``starts [requests + 1]``, first token row of each, and
-    ``computed [requests]``, tokens behind it.  On the host."""
+    """All requests of a pass, plain requests included, on the host.  ``starts [requests + 1]``: first token
+    row of each request, then the end; ``computed [requests]``: number of tokens computed before the pass."""
 
     starts: list[int]
     computed: list[int]
 
     @staticmethod
     def of(computed: np.ndarray, scheduled: np.ndarray) -> Batch:
-        """``computed`` and ``scheduled [requests]``: tokens behind each, and in this pass."""
+        """Build from ``computed`` and ``scheduled [requests]``: numbers of tokens before and in this pass."""
         return Batch([0, *np.cumsum(scheduled).tolist()], computed.tolist())
 
 
 @dataclass
 class StepContext:
-    """What PIC does in one forward pass.
+    """PIC's work in one forward pass.
 
-    ``contexts``: what those of ``captures`` that are computed behind a context read of it.  ``decoding``: the
-    pass generates, one token for each request; then ``composed`` is made only when it is looked at.
+    ``contexts``: the rows by which captured requests read the context behind which they are computed.
+    ``decoding``: given where each request of the pass generates one token; ``composed`` is then built at its
+    first use.
     """
 
     composed: Sequence[ComposedRow]
@@ -232,11 +236,11 @@ class StepContext:
     contexts: list[ComposedRow] = field(default_factory=list)
     decoding: Decoding | None = None
     shared: Shared = field(default_factory=Shared)
-    """What layers share of this pass: plans and index tensors, made once."""
+    """Plans and index tensors of this pass, which layers share and build once."""
     _attention_rows: dict[tuple[int | None, int], AttentionRows] = field(default_factory=dict)
 
     def on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
-        """Int64 arrays as tensors where the layers are, in one transfer that nobody waits for."""
+        """Copy int64 arrays to the layers' device, in one transfer without a wait."""
         return upload(arrays, self.device)
 
     @property
@@ -248,8 +252,8 @@ class StepContext:
 
     @cached_property
     def apart(self) -> list[ComposedRow]:
-        """Requests whose distances in the stream are not those of the prompt, in the batch's order: they read
-        records, or are segments with padding inside."""
+        """Requests whose distances in the stream differ from the prompt's, in the batch's order: requests
+        that read records, and segments with padding inside."""
         reading = {c.row.index for c in self.reading}
         padded = [
             composed_row(c.row, StreamTensors.of(StreamPlan.alone(c.plan.positions), self.device))
@@ -260,8 +264,8 @@ class StepContext:
         return [c for c in rows if c.stream.plan.apart(c.row.s1)]
 
     def attention_rows(self, window: int | None, short: int) -> AttentionRows:
-        """See :class:`AttentionRows`; made once for all layers that ask alike.  ``window``: tokens, or
-        ``None``: all."""
+        """Return the rows of :class:`AttentionRows`, built once for all layers with the same arguments.
+        ``window``: the layer's window in tokens, or ``None`` for a layer without a window."""
         key = window, short
         if key not in self._attention_rows:
             composed = self.reading if window is None else self.apart
@@ -270,7 +274,7 @@ class StepContext:
 
     @cached_property
     def captured(self) -> CapturedRows | None:
-        """Token rows whose K and V go into the pool; ``None`` when there are none."""
+        """The token rows whose K and V go into the pool, or ``None`` for no rows."""
         return CapturedRows.of(self.captures, self.device)
 
 
@@ -279,32 +283,32 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def rewritten_positions(step: StepContext) -> list[torch.Tensor] | None:
-    """``rows [n]`` of the batch whose positions are not their indices in the stream, and their logical
-    positions ``[n]``; int64 on the device.  ``None`` when there are none."""
+    """Return the batch's rows ``[n]`` whose positions may differ from their indices in the stream, and their
+    logical positions ``[n]``; int64 on the device.  ``None``: the pass has no such rows."""
     rows: list[np.ndarray] = []
     positions: list[np.ndarray] = []
     for c in step.composed:
         rows.append(np.arange(c.row.q0, c.row.q1))
         positions.append(c.stream.plan.logical(c.row.s0, c.row.s1))
-    # Positions of segment requests stand in their own plans, behind a context, too.
+    # The plans of segment requests have their positions, also behind a context.
     for capture in step.captures:
         if (own := capture.plan.positions) is not None:
             row = capture.row
             rows.append(np.arange(row.q0, row.q1))
-            # Only a model that drafts goes beyond the request's tokens, by one that it keeps nothing of.
+            # Only a draft model goes beyond the request's tokens, by one token of which it keeps nothing.
             assert row.s1 <= len(own) + 1
             positions.append(own[np.minimum(np.arange(row.s0, row.s1), len(own) - 1)])
     return upload([np.concatenate(rows), np.concatenate(positions)], step.device) if rows else None
 
 
 def composed_row(row: BatchRow, stream: StreamTensors) -> ComposedRow:
-    """The rows of a composed request in this pass, with what each may see."""
+    """Return a composed request's rows in this pass, with the number of columns that each row sees."""
     visible_kv_lens = stream.plan.visible_kv_lens(row.s0, row.s1)
     return ComposedRow(row, stream, torch.from_numpy(visible_kv_lens), int(visible_kv_lens.max()))
 
 
 def capture_rows(request_id: str, row: BatchRow, plans: Sequence[CapturePlan]) -> list[CaptureRow]:
-    """What a chunk has of a request's records; an empty part of the first where it has none."""
+    """Return a chunk's parts of a request's records, or an empty part of the first record for no parts."""
     rows = [capture_row(request_id, row, plan) for plan in plans]
     return [c for c in rows if c.begin < c.end] or rows[:1]
 

@@ -1,4 +1,4 @@
-"""Worker side of the public pool: the tensors, allocated once."""
+"""The worker's side of the public pool: its tensors, allocated once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .transition_blocks import TransitionBlocks
 
 
 def quantised(rows: torch.Tensor, scale: float) -> torch.Tensor:
-    """``rows`` over ``scale`` in FP8, rounded to the nearest; what is too large becomes the largest."""
+    """Return ``rows`` over ``scale`` in FP8, rounded to nearest; values beyond FP8's range are clamped."""
     largest = torch.finfo(FP8).max
     return (rows.float() / scale).clamp_(-largest, largest).to(FP8)
 
@@ -36,8 +36,8 @@ def quantised(rows: torch.Tensor, scale: float) -> torch.Tensor:
 class PublicKV:
     """Unrotated K and V of one full-attention layer, each ``[pages * page_tokens, kv_heads, head_size]``.
 
-    ``value`` of an MLA layer is ``key``: see :class:`~.geometry.LatentGeometry`.  Where they are FP8, they
-    stand for their numbers times ``key_scale`` and ``value_scale``."""
+    ``value`` of an MLA layer is ``key``: see :class:`~.geometry.LatentGeometry`.  In FP8, K and V are the
+    stored numbers times ``key_scale`` and ``value_scale``."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -45,7 +45,7 @@ class PublicKV:
     value_scale: float = 1.0
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """K and V ``[tokens, kv_heads, head_size]`` into ``slots [tokens]`` int64."""
+        """Write K and V ``[tokens, kv_heads, head_size]`` into ``slots [tokens]`` int64."""
         for to, rows, scale in ((self.key, key, self.key_scale), (self.value, value, self.value_scale)):
             if to.dtype == FP8:
                 to, rows = to.view(torch.uint8), quantised(rows, scale).view(torch.uint8)
@@ -53,15 +53,15 @@ class PublicKV:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors by the geometry's names of them."""
+        """The tensors by the geometry's names."""
         return {"k": self.key} if self.value is self.key else {"k": self.key, "v": self.value}
 
 
 @dataclass(frozen=True)
 class LinearRecords:
     """Records of one linear layer: ``state [slots, H, K, V]`` fp32 and ``conv_tail [slots, conv_rows,
-    conv_dim]`` by slot; ``transitions [blocks, K, K]`` fp16, which all layers share:
-    ``block_of [slots, H]`` int32 names the block of a head, -1: the transition is zero."""
+    conv_dim]`` by slot, and ``transitions [blocks, K, K]`` fp16, which all layers share.  ``block_of [slots,
+    H]`` int32 names the block of each head, or -1 for a transition that is zero."""
 
     state: torch.Tensor
     conv_tail: torch.Tensor
@@ -74,15 +74,15 @@ class LinearRecords:
         return self.state, self.conv_tail
 
     def transition(self, slot: int) -> torch.Tensor:
-        """T ``[H, K, K]`` of a record, dead heads included."""
+        """Return T ``[H, K, K]`` of a record, with zeros for dead heads."""
         blocks = self.block_of[slot].long()
         return self.transitions[blocks.clamp(min=0)].masked_fill((blocks < 0)[:, None, None], 0.0)
 
 
 @dataclass(frozen=True)
 class ConvRecords:
-    """Records of one layer that is a convolution and nothing else, by slot: ``conv_tail [slots, conv_rows,
-    conv_dim]``, its last inputs."""
+    """Records of one layer that is only a convolution, by slot: ``conv_tail [slots, conv_rows, conv_dim]``,
+    the convolution's last inputs."""
 
     conv_tail: torch.Tensor
 
@@ -95,8 +95,8 @@ class ConvRecords:
 @dataclass(frozen=True)
 class DecayRecords:
     """Records of one layer whose transition is a number a head, by slot: ``state [slots, H, P, N]`` fp32,
-    ``conv_tail [slots, conv_rows, conv_dim]``, and ``log_transition [slots, H]`` fp32, -inf in leading
-    records: T is zero."""
+    ``conv_tail [slots, conv_rows, conv_dim]``, and ``log_transition [slots, H]`` fp32.  Leading records have
+    -inf there, because their T is zero."""
 
     state: torch.Tensor
     conv_tail: torch.Tensor
@@ -111,8 +111,8 @@ class DecayRecords:
 @dataclass(frozen=True)
 class DiagonalRecords:
     """Records of one layer whose transition is diagonal, by slot: ``state [slots, channels, N]`` fp32,
-    ``conv_tail [slots, conv_rows, channels]``, and ``elapsed [slots, channels]`` fp32, the sum of step sizes,
-    infinite in leading records: T is zero."""
+    ``conv_tail [slots, conv_rows, channels]``, and ``elapsed [slots, channels]`` fp32, the sum of step sizes.
+    Leading records have infinity there, because their T is zero."""
 
     state: torch.Tensor
     conv_tail: torch.Tensor
@@ -127,8 +127,8 @@ class DiagonalRecords:
 @dataclass(frozen=True)
 class RetentionRecords:
     """Records of one layer without a convolution whose transition is a number a head, or a channel of K, by
-    slot: ``state [slots, H, K, V]`` and ``log_transition [slots, H]`` or ``[slots, H, K]`` fp32, -inf in
-    leading records: T is zero."""
+    slot: ``state [slots, H, K, V]`` and ``log_transition [slots, H]`` or ``[slots, H, K]`` fp32.  Leading
+    records have -inf there, because their T is zero."""
 
     state: torch.Tensor
     log_transition: torch.Tensor
@@ -141,7 +141,7 @@ class RetentionRecords:
 
 StateRecords = LinearRecords | ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
 KeptRecords = StateRecords | NarrowRecords | PagedRecords
-"""Records of one layer as the pool has them."""
+"""Records of one layer in the pool's form."""
 RecordsT = TypeVar("RecordsT", LinearRecords, ConvRecords, DecayRecords, DiagonalRecords, RetentionRecords)
 _OfSlots = ConvRecords | DecayRecords | DiagonalRecords | RetentionRecords
 _OF_SLOTS: dict[type[StateGeometry], type[_OfSlots]] = {
@@ -151,12 +151,12 @@ _OF_SLOTS: dict[type[StateGeometry], type[_OfSlots]] = {
     RetentionGeometry: RetentionRecords,
     GatedRetentionGeometry: RetentionRecords,
 }
-"""Records that are their slots' parts and nothing else."""
+"""Classes of records that consist of their slots' parts only, by geometry."""
 
 
 class DevicePool:
-    """All public records of one worker.  Its memory is touched at once, as vLLM does with its own: else the
-    first records in it would pay for its pages."""
+    """All public records of one worker.  The pool touches its memory at once, as vLLM does with its own:
+    otherwise the first records would wait for its pages."""
 
     def __init__(self, geometry: PoolGeometry, device: torch.device) -> None:
         self.geometry, self.device = geometry, device
@@ -182,19 +182,22 @@ class DevicePool:
         }
 
     def records(self, layer: str, kind: type[RecordsT]) -> RecordsT:
-        """The records of ``layer`` as operators take them, which are of class ``kind``; those of
-        :meth:`working` where operators are given copies."""
+        """Return the records of ``layer``, of class ``kind``, in the form that operators take.
+
+        Inside :meth:`working`, the method returns the copies given there."""
         found = self._working.get(layer, self.linear[layer])
         assert isinstance(found, kind)
         return found
 
     def scale(self, layer: str, key_scale: float, value_scale: float) -> None:
-        """K and V of ``layer`` stand for their numbers times these, where they are FP8."""
+        """Set the factors by which the stored FP8 numbers of ``layer`` become K and V."""
         self.kv[layer] = replace(self.kv[layer], key_scale=key_scale, value_scale=value_scale)
 
     @contextmanager
     def working(self, layer: str, records: StateRecords) -> Iterator[None]:
-        """Give operators ``records`` for those of ``layer`` while this lasts; slots are their indices."""
+        """Give operators ``records`` in place of the layer's own inside a ``with`` block.
+
+        Operators' slots are then indices of ``records``."""
         self._working[layer] = records
         try:
             yield
@@ -202,7 +205,7 @@ class DevicePool:
             del self._working[layer]
 
     def take(self, slots: Mapping[int, Sequence[int]]) -> None:
-        """These slots are about to be filled; their states are to lie in these pages."""
+        """Prepare ``slots``, which are about to be filled; each slot's states will lie in its given pages."""
         if self._state_pages is not None:
             self._state_pages.take(slots)
 

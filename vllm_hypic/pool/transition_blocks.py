@@ -1,8 +1,8 @@
 """Transition blocks: the memory of transitions, one ``[K, K]`` matrix each, handed out to heads of records.
 
-Most heads forget what stood before a segment of some hundred tokens: their transition is zero and takes no
-memory.  How many need a block is known only when a record is complete, so a record is offered one per head
-and gives back the rest.
+Most heads forget the text before a segment of some hundred tokens: their transition is zero and takes no
+memory.  The number of heads that need a block is known only when a record is complete.  The pool therefore
+offers a record one block per head, and takes back the blocks of dead heads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from .upload import upload
 
 NO_BLOCK = -1
-"""Stands where a block's number would: the transition is zero."""
+"""Placeholder for a block's number where the transition is zero."""
 
 
 class TransitionBlocks:
-    """The transition blocks of one worker, and which record's head in which linear layer holds which.
+    """The transition blocks of one worker, and the block of each record's heads in each linear layer.
 
-    ``storage [blocks, K, K]``: the matrices, which all linear layers share; ``block_of``: by layer int32
-    ``[slots, heads]`` beside it, :data:`NO_BLOCK` where the transition is zero.  Layers write there that a
-    head is dead; all else is written here.
+    ``storage [blocks, K, K]``: the matrices, which all linear layers share; ``block_of``: int32 ``[slots,
+    heads]`` for each layer, on the same device, :data:`NO_BLOCK` where the transition is zero.  Layers write
+    only that a head is dead into these tables; this class writes all other values.
     """
 
     def __init__(
@@ -37,9 +37,11 @@ class TransitionBlocks:
         *,
         joint: bool | None = None,
     ) -> None:
-        """``heads``: of every linear layer.  ``joint``: the layers' tables are columns of one, which one copy
-        writes for a record, as it should be where the device runs behind the host; else each is contiguous,
-        as the C++ kernels want them.  Default: joint unless on the CPU."""
+        """Allocate ``blocks`` blocks, and tables for ``slots`` slots.
+
+        ``heads``: number of heads of each linear layer.  ``joint``: the layers' tables are columns of one
+        table, so that one copy writes a record's blocks, which suits devices that run behind the host.
+        Otherwise each table is contiguous, as the C++ kernels need.  Default: joint unless on the CPU."""
         self.storage = torch.zeros(blocks, key_dim, key_dim, dtype=dtype, device=device)
         if device.type != "cpu" or not heads if joint is None else joint:
             table = torch.full((slots, sum(heads)), NO_BLOCK, dtype=torch.int32, device=device)
@@ -50,17 +52,17 @@ class TransitionBlocks:
         self._ends = np.cumsum(heads, dtype=np.int64)
         self._free = list(range(blocks - 1, -1, -1))
         self._held: dict[int, np.ndarray] = {}
-        """A record's blocks ``[all heads]``, by slot, as the host knows them, offered or settled."""
+        """Records' blocks ``[all heads]``, offered or settled, by slot: the host's copy of the tables."""
 
     @property
     def free(self) -> int:
-        """How many blocks nobody holds."""
+        """Number of blocks that no record holds."""
         return len(self._free)
 
     def offer(self, slot: int) -> None:
-        """A record is about to be filled: every head of every layer gets a block to be written to.
+        """Give every head of every layer a block in ``slot``, whose record is about to be filled.
 
-        Raises ``RuntimeError`` when there are too few: the scheduler's books would be wrong.
+        Raises ``RuntimeError`` for too few free blocks, which means that the scheduler's books are wrong.
         """
         self.release([slot])
         count = int(self._ends[-1]) if len(self._ends) else 0
@@ -71,14 +73,14 @@ class TransitionBlocks:
         self._write(slot, self._held[slot])
 
     def row(self, slot: int) -> torch.Tensor:
-        """The record's blocks in all layers, int32 ``[all heads]``, where the layers are."""
+        """Return the record's blocks in all layers, int32 ``[all heads]``, on the layers' device."""
         return self._tables[0][slot] if len(self._tables) == 1 else torch.cat([t[slot] for t in self._tables])
 
     def settle(self, slot: int, row: torch.Tensor | None = None) -> int:
-        """A record is complete: take back the blocks of its dead heads; returns how many it keeps.
+        """Take back the blocks of a complete record's dead heads; return the number of blocks it keeps.
 
-        ``row``: what :meth:`row` held when the record was complete, on the host; without it, what it holds,
-        for which a device that runs behind is waited for.
+        ``row``: result of :meth:`row` when the record was complete, on the host.  Without ``row``, the method
+        reads the tables, and waits for a device that runs behind.
         """
         if slot not in self._held:
             return 0
@@ -86,21 +88,22 @@ class TransitionBlocks:
         return self._keep(slot, found.cpu().numpy())
 
     def held(self, slot: int) -> list[np.ndarray]:
-        """The record's blocks ``[heads]``, by layer, as the host knows them, offered or settled,
-        :data:`NO_BLOCK` where there is none.  Never waits."""
+        """Return the record's blocks ``[heads]``, by layer, offered or settled, from the host's copy.
+
+        Heads without a block have :data:`NO_BLOCK`.  Never waits."""
         return self._by_layer(self._held.get(slot, np.full(sum(t.size(1) for t in self._tables), NO_BLOCK)))
 
     def fill(self, slot: int, live: Sequence[np.ndarray]) -> int:
-        """The record was brought here, by layer with such live heads (``[heads]`` bool); as :meth:`settle`.
+        """Settle a record that was copied into the pool, as :meth:`settle` does.
 
-        The tables say so for passes launched from now on.
+        ``live``: live heads by layer, ``[heads]`` bool.  Passes launched from now on find them in the tables.
         """
         row = np.where(np.concatenate([np.zeros(0, bool), *live]), self._held[slot], NO_BLOCK)
         self._write(slot, row)
         return self._keep(slot, row)
 
     def release(self, slots: Sequence[int]) -> None:
-        """The records in ``slots`` are gone."""
+        """Take back all blocks of the records in ``slots``, which are gone."""
         for slot in slots:
             if (held := self._held.pop(slot, None)) is not None:
                 self._free.extend(_blocks_in(held))

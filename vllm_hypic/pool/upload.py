@@ -1,4 +1,4 @@
-"""Small host arrays to the device: one transfer for all of them, and none that waits."""
+"""Copy small host arrays to the device, in one transfer for all arrays, without a wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Int64 arrays of any shapes as int64 tensors on ``device``, in order.
+    """Return int64 arrays of any shapes as int64 tensors on ``device``, in order.
 
-    On the CPU the tensors share the arrays' memory.  Elsewhere all arrays travel in one copy on the current
-    stream, from pinned memory that PyTorch's allocator does not hand out again before the copy is over, so
-    the host neither waits nor has to keep anything.
+    On the CPU, the tensors share the arrays' memory.  Elsewhere, one copy on the current stream carries all
+    arrays from pinned memory.  PyTorch's allocator does not reuse that memory before the copy is over, so
+    the host need not wait or keep the arrays.
     """
     arrays = [np.ascontiguousarray(a, dtype=np.int64) for a in arrays]
     if device.type == "cpu":
@@ -23,7 +23,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Ten
 
 
 def _packed(arrays: Sequence[np.ndarray], *, pinned: bool) -> torch.Tensor:
-    """All elements, one array after the other."""
+    """Return all elements in one tensor, one array after the other."""
     packed = torch.empty(sum(a.size for a in arrays), dtype=torch.int64, pin_memory=pinned)
     if arrays:
         np.concatenate([a.reshape(-1) for a in arrays], out=packed.numpy())
@@ -31,12 +31,12 @@ def _packed(arrays: Sequence[np.ndarray], *, pinned: bool) -> torch.Tensor:
 
 
 def _parts(whole: torch.Tensor, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    """Views of ``whole``, shaped like the arrays that were packed."""
+    """Return views of ``whole`` with the shapes of the packed arrays."""
     parts = whole.split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
 
 
 def send(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``rows`` of the host on ``device``, by a copy that nobody waits for, as those of :func:`upload`."""
+    """Copy the host's ``rows`` to ``device`` without a wait, as :func:`upload` does."""
     pinned = rows.contiguous().pin_memory() if device.type == "cuda" else rows
     return pinned.to(device, non_blocking=True)

@@ -1,11 +1,11 @@
-"""Prompts from segments, for callers who would rather not write separators by hand.
+"""Build prompts from segments, so that callers need not write separators by hand.
 
-Each builder gives ``system SEP segment SEP segment SEP query``.  The system part is the leading
-segment; where there is none the prompt starts with a separator, so that every segment is reusable
-in any order.  Without a query the prompt only warms the cache.
+Each builder returns ``system SEP segment SEP segment SEP query``.  The system part is the leading
+segment.  A prompt without a system part starts with a separator, so that every segment is reusable
+in any order.  A prompt without a query only warms the cache.
 
-Nothing is put around the separators: a segment is tokenised as the text that was given, and the
-same text must be given each time for its record to be found.
+The builders put nothing around the separators: each segment is tokenised exactly as given.  Callers
+must pass the same text each time for a lookup to find its record.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def build_prompt(
     system: str | None = None,
     texts: PrimitiveTexts = DEFAULT_TEXTS,
 ) -> str:
-    """A prompt string for completions or ``LLM.generate``.
+    """Return a prompt string for completions or ``LLM.generate``.
 
-    ``texts``: where text is literal, the tokenizer's ``prompt_texts``.  Raises ``TypeError`` for anything
-    that is not text and ``ValueError`` for an empty segment or one that contains a primitive's text.
+    ``texts``: text forms of the primitives; pass the tokenizer's ``prompt_texts`` where texts are literal.
+    Raises ``TypeError`` for arguments that are not text.  Raises ``ValueError`` for an empty segment, an
+    argument that contains a primitive's text, and literal ``texts``.
     """
     if texts.literal:
         raise ValueError(
@@ -45,10 +46,10 @@ def build_messages(
     system: str | None = None,
     texts: PrimitiveTexts = DEFAULT_TEXTS,
 ) -> list[dict[str, str]]:
-    """Messages for chat completions or ``LLM.chat``: documents and question in one user message.
+    """Return messages for chat completions or ``LLM.chat``, with documents and question in one user message.
 
-    What the chat template puts before the documents (the system message among it) is the leading
-    segment, what it puts after the question belongs to the query.  Raises as :func:`build_prompt`.
+    The chat template's text before the documents, with the system message, is the leading segment.  The
+    template's text after the question belongs to the query.  Raises as :func:`build_prompt` does.
     """
     content = build_prompt(
         segments=_checked_texts("documents", documents, texts),
@@ -68,10 +69,10 @@ def build_prompt_ids(
     query: Sequence[int] = (),
     system: Sequence[int] = (),
 ) -> list[int]:
-    """Token ids for a token-id prompt; ``ids`` is ``primitive_ids(tokenizer)``.
+    """Return the token ids of a prompt; ``ids`` is ``primitive_ids(tokenizer)``.
 
-    A beginning-of-sequence token, where the model wants one, is the caller's to put first in
-    ``system``.  Raises ``TypeError`` and ``ValueError`` as :func:`build_prompt` does.
+    The caller must put a beginning-of-sequence token first in ``system`` where the model needs it.
+    Raises ``TypeError`` and ``ValueError`` as :func:`build_prompt` does.
     """
     if isinstance(segments, (str, bytes)):
         raise TypeError(f"segments: expected a list of token-id lists, got {type(segments).__name__}")
@@ -109,7 +110,7 @@ def _checked_texts(name: str, values: Iterable[str], texts: PrimitiveTexts) -> l
 def _checked_ids(name: str, values: Sequence[int], ids: PrimitiveIds) -> list[int]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name}: expected a list of token ids, got {type(values).__name__}")
-    # Ids of numpy arrays and tensors become plain integers: the engine takes nothing else.
+    # The engine accepts plain integers only, so ids from numpy arrays and tensors are converted.
     checked = [_token_id(name, i, value) for i, value in enumerate(values)]
     for i, value in enumerate(checked):
         if (marker := ids.marker(value)) is not None:

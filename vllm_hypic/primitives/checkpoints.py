@@ -1,9 +1,9 @@
-"""Checkpoints: boundaries inside a segment from which its record can be resumed.
+"""Checkpoints: boundaries inside a segment from which a computation of its record resumes.
 
-A segment with checkpoints is computed in stretches from boundary to boundary.  Each goes on from the record
-of the tokens before it, whether that was made just now or is there because another segment begins alike: both
-are one computation, so a record that was resumed has the bits of one that was not.  Which checkpoints are
-kept changes what is computed again, never what is answered.
+A segment with checkpoints is computed in stretches from boundary to boundary.  Each stretch starts from the
+record of the tokens before it.  That record is new, or another segment with the same beginning left it.
+Both cases run the same computation, so a resumed record equals a record that was computed at once, bit by
+bit.  The choice of kept checkpoints changes the amount of recomputation, never an answer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .keys import SegmentKey, packed
 from .media import Media, described
 
 LEAST_TOKENS = 16
-"""Tokens of the last stretch, at least: further than any convolution reaches."""
+"""Least number of tokens in the last stretch: more than any convolution reads."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The record of a segment's tokens before ``stop``, without a tail."""
+    """A record of a segment's tokens before ``stop``, without a seam window at its tail."""
 
     stop: int
     key: SegmentKey
@@ -29,15 +29,17 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class CheckpointRule:
-    """See :func:`boundaries` and :func:`checkpoints`."""
+    """Arguments ``every`` of :func:`boundaries` and ``successors`` of :func:`checkpoints`."""
 
     every: int = 0
     successors: bool = False
 
 
 def boundaries(head: int, stop: int, every: int, media: Media = ()) -> list[int]:
-    """Where an interior ``[head, stop)`` has checkpoints: every so many tokens from its beginning (0: none),
-    but in no image and not just before its end."""
+    """Return the token indices of an interior ``[head, stop)`` at which checkpoints stand.
+
+    Checkpoints are ``every`` tokens apart (0: no checkpoints).  No checkpoint cuts an image, or lies
+    closer than :data:`LEAST_TOKENS` to the interior's end."""
     if not every:
         return []
     found = range(head + every, stop - LEAST_TOKENS + 1, every)
@@ -45,7 +47,7 @@ def boundaries(head: int, stop: int, every: int, media: Media = ()) -> list[int]
 
 
 def may_have_checkpoints(tokens: int, every: int) -> bool:
-    """Whether a segment of so many tokens is long enough for one."""
+    """Whether a segment of ``tokens`` tokens is long enough for a checkpoint."""
     return 0 < every <= tokens - LEAST_TOKENS
 
 
@@ -58,10 +60,10 @@ def checkpoints(
     *,
     successors: bool = False,
 ) -> tuple[Checkpoint, ...]:
-    """The checkpoints at ``ends``.  Keys are chained, so all together take as long as one of the segment.
+    """Return the checkpoints at ``ends``.  Keys are chained, so all keys together cost as much as one.
 
-    ``origin``: key of what all segments have in common that may share them, computed alike; ``successors``:
-    the last row before a checkpoint has read the token behind it, so that its key tells that, too.
+    ``origin``: key of the properties that segments must share to share checkpoints.  ``successors``: the last
+    row before a checkpoint reads the token behind it, so the checkpoint's key covers that token, too.
     """
     found, first, key = [], 0, bytes.fromhex(origin)
     for stop in ends:

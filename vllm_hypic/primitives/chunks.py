@@ -1,4 +1,4 @@
-"""Content-defined chunking: which of the possible places cut a text depends on the text near each alone."""
+"""Content-defined chunking: only the text near a possible place decides whether the place cuts the text."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .places import Place
 
 
 def local_minima(places: Iterable[Place], reach: int) -> list[Place]:
-    """The places that are the smallest of all that begin within ``reach`` tokens of them, in order.
+    """Return, in order, each place that is the smallest of all places within ``reach`` tokens of it.
 
-    So two of them are more than ``reach`` tokens apart, on the average of a long text twice that, and an edit
-    moves no cut that is further away from it than that.  Of equal places the first wins.
+    Two returned places are more than ``reach`` tokens apart, and twice ``reach`` on average in a long text.
+    An edit moves no cut that is further than ``reach`` tokens away.  The first of equal places wins.
     """
     best: dict[int, Place] = {}
     for place in places:
         if place.start not in best or place < best[place.start]:
             best[place.start] = place
     ordered = [best[start] for start in sorted(best)]
-    least: deque[Place] = deque()  # of those ahead and behind within reach, smallest first
+    least: deque[Place] = deque()  # places within reach that may be the smallest, smallest first
     found, ahead = [], 0
     for place in ordered:
         while ahead < len(ordered) and ordered[ahead].start <= place.start + reach:

@@ -1,4 +1,4 @@
-"""The fixed text that records may be computed behind, as one model's token ids."""
+"""The fixed text behind which records may be computed, as token ids of one model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 _DEFAULT = "context.txt"
-"""Lies beside this module."""
+"""Name of the plugin's context file, which lies beside this module."""
 
 
 def context_text(path: str | None) -> str:
-    """The text in the file at ``path``; ``None``: the one that comes with the plugin.
+    """Return the text in the file at ``path``, or the plugin's own text for ``None``.
 
-    Raises ``ValueError`` for a file that cannot be read or holds nothing.
+    Raises ``ValueError`` for a file that is empty or cannot be read.
     """
     if path is None:
         return resources.files(__package__).joinpath(_DEFAULT).read_text(encoding="utf-8").strip()
@@ -27,8 +27,10 @@ def context_text(path: str | None) -> str:
 
 
 def context_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of ``text`` as a prompt's documents stand: at the beginning of the first user turn, whose end
-    is left out, or, without a chat template, at the beginning of the prompt."""
+    """Return the token ids of ``text`` where a prompt's documents stand.
+
+    That place is the beginning of the first user turn, without the turn's end.  Without a chat template, it
+    is the beginning of the prompt."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": text}]
         rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)

@@ -1,8 +1,8 @@
 """Islands: windows inside cached segments that are recomputed with full context, because the query asks
 about them.
 
-Which ones is part of a request's plan.  So the choice depends on the prompt's tokens and the budget alone,
-not on what is cached, and is the same in every process and on every machine.
+The choice of islands is part of a request's plan.  The choice depends only on the prompt's tokens and the
+budget, never on the cache's contents.  Every process on every machine chooses the same islands.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .pieces import ParsedPrompt
 from .windows import SegmentWords, Words
 
 K1, B = 0.9, 0.4
-"""BM25's constants, as usual for short passages: how soon a word's repetitions stop counting, and how much a
-window's length does.  Lengths differ by where sentences end, which says little."""
+"""BM25's constants, with usual values for short passages.  ``K1`` limits the weight of a word's repetitions.
+``B`` is the weight of a window's length, which says little: sentence ends decide it."""
 
 DOCUMENT_WEIGHT = 0.5
-"""How much a segment's own score counts beside a window's.  A document names what it is about once, and goes
-on with "it": the sentence that is asked for may have no word of the question but "the"."""
+"""Weight of a segment's own score beside a window's.  A document names its subject once and then writes "it":
+the sentence with the answer may share only "the" with the question."""
 
 IDF_STEP = 2.0**-20
-"""IDF is rounded to multiples of this: logarithms differ in their last bit between machines."""
+"""IDF is rounded to multiples of this step, because logarithms differ in their last bit between machines."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Disjoint ranges ``[first, stop)`` of token indices, ascending, that do not touch."""
+"""Disjoint ranges ``[first, stop)`` of token indices, ascending; neighbours do not touch."""
 
 
 QuestionFinder = Callable[[Sequence[int]], tuple[int, int]]
-"""A prompt's tokens -> the tokens ``[start, stop)`` of the message that asks."""
+"""A prompt's tokens -> the range ``[start, stop)`` of the message with the question."""
 
 
 def query_of(
@@ -38,11 +38,12 @@ def query_of(
     cached: Container[int],
     find_question: QuestionFinder | None,
 ) -> tuple[int, ...]:
-    """The tokens that islands are chosen for: of the message that asks, the last tokens outside the
-    ``cached`` pieces' records.  Where that message has no such tokens, all tokens behind the last segment.
+    """Return the tokens that decide which islands are chosen.
 
-    Answers, calls and results of tools behind the message choose no islands.  A conversation that goes on
-    therefore keeps its islands, and its stream stays in vLLM's prefix cache.
+    These are the question's last tokens outside the records of the ``cached`` pieces.  Where the question has
+    no such tokens, they are all tokens behind the last segment.
+    Answers, tool calls and tool results behind the question choose no islands.  The next turn of a
+    conversation therefore keeps its islands, and its stream stays in vLLM's prefix cache.
     """
     if find_question is not None:
         ids = [token for piece in prompt.pieces for token in piece.tokens]
@@ -59,14 +60,14 @@ def query_of(
 def choose_islands(
     interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int, words: Words
 ) -> list[Ranges]:
-    """What to recompute of each of ``interiors``, the tokens that records would serve, for ``query``.
+    """Return the ranges to recompute in each of ``interiors``, the tokens that records would serve.
 
-    The windows of all interiors are ranked by :func:`scores_of` against the different words of ``query``,
-    ties in the order of the prompt.  In that order each is taken that is no longer than what is left of
-    ``budget`` (tokens), but none of a segment without a word of the query: the sum never exceeds it, part of
-    a window is never taken, and one that is too long gives way to the next.  A budget of
-    :data:`~.windows.MAX_WINDOW` has room for any window; one of 0 gives nothing.  Neighbouring windows
-    become one range.  Returns one entry per interior, empty where nothing is chosen.
+    :func:`scores_of` ranks the windows of all interiors against the distinct words of ``query``; ties keep
+    the prompt's order.  In that order, the function takes each window that fits into the rest of ``budget``
+    (tokens), and skips longer windows.  A segment without a word of the query gives no window.  The sum never
+    exceeds the budget, and no window is split.  A budget of :data:`~.windows.MAX_WINDOW` has room for any
+    window; a budget of 0 chooses nothing.  Neighbouring windows become one range.  The result has one entry
+    per interior, empty where no window is chosen.
 
     Raises ``ValueError`` for a budget below 0.
     """
@@ -86,9 +87,9 @@ def choose_islands(
 
 
 def scores_of(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
-    """A score of every window of ``segments`` in order: its own :func:`bm25`, and a part of its segment's
-    among the segments.
+    """Return a score for every window of ``segments``, in order.
 
+    A score is the window's own :func:`bm25`, plus a share of its segment's score among the segments.  It is
     0 exactly where the segment has no word of the query.
     """
     documents = bm25([segment.whole for segment in segments], query)
@@ -97,10 +98,10 @@ def scores_of(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[fl
 
 
 def bm25(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
-    """BM25 of every window of ``segments`` in order, against the different words ``query``; IDF over these
-    very windows.
+    """Return the BM25 score of every window of ``segments``, in order, against the distinct words ``query``.
 
-    0 exactly where a window has no word of it; else above 0, however common the words are.
+    IDF counts these very windows.  A score is 0 exactly where a window has no word of the query, and above 0
+    elsewhere, however common the words are.
     """
     lengths = [length for segment in segments for length in segment.lengths]
     scores = [0.0] * len(lengths)
@@ -108,7 +109,7 @@ def bm25(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
         return scores
     damping = [K1 * (1 - B + B * length * len(lengths) / total) for length in lengths]
     begins = [0, *accumulate(len(segment.windows) for segment in segments[:-1])]
-    # Sums are taken in the order of the query's words: another order could round differently.
+    # The sums follow the order of the query's words, because another order could round differently.
     for word in query:
         found = [(i, s.places[word]) for i, s in zip(begins, segments, strict=True) if word in s.places]
         if not found:
@@ -121,7 +122,7 @@ def bm25(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
 
 
 def _idf(containing: int, windows: int) -> float:
-    """How much a word says that ``containing`` of ``windows`` windows have: above 0."""
+    """Return the weight, above 0, of a word that stands in ``containing`` of ``windows`` windows."""
     exact = math.log1p((windows - containing + 0.5) / (containing + 0.5))
     return max(1, round(exact / IDF_STEP)) * IDF_STEP
 

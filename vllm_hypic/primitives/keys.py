@@ -1,4 +1,4 @@
-"""Identity of a cached segment: everything that changes its bytes is in the hash."""
+"""Identity of a cached segment: the hash covers everything that changes the record's bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SegmentKey = NewType("SegmentKey", str)
 
 
 class Role(Enum):
-    """Where a segment stands: the same tokens as leading and as interior are two records."""
+    """A segment's place in a prompt: the same tokens as leading and as interior segment are two records."""
 
     LEADING = "leading"
     INTERIOR = "interior"
@@ -29,16 +29,16 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Namespace:
-    """What all keys of one engine share.
+    """The properties that all keys of an engine share.
 
-    ``digest`` is that of model id and revision, dtypes, layer kinds and rotary parameters.  LoRA and
-    tenant salt are per request: :meth:`scoped` adds them.
+    ``digest`` hashes model id and revision, dtypes, layer kinds and rotary parameters.  LoRA and
+    tenant salt differ by request: :meth:`scoped` adds them.
     """
 
     digest: str
     generation: str = ""
-    """Which weights: empty for those that the engine was started with, another for each time that they may
-    have been changed since."""
+    """Name of the weights: empty for the weights at the engine's start, and a new name after each possible
+    change of them."""
 
     @staticmethod
     def from_config(config: Mapping[str, object]) -> Namespace:
@@ -46,16 +46,16 @@ class Namespace:
         return Namespace(hashlib.sha256(text.encode()).hexdigest())
 
     def scoped(self, *, salt: str | None, lora: str | None) -> Namespace:
-        """Namespace of one tenant and adapter; without both it is the engine's own."""
+        """Return the namespace of a tenant and an adapter; without both, the engine's own."""
         if salt is None and lora is None:
             return self
         text = json.dumps([self.digest, salt, lora])
         return Namespace(hashlib.sha256(text.encode()).hexdigest(), self.generation)
 
     def renamed(self, key: SegmentKey) -> SegmentKey:
-        """The key that a record of the first generation has in this one, and the other way round.
+        """Translate a record's key between the first generation and this generation, in both directions.
 
-        Its own inverse, so whoever knows a record by its first key (a pin, an id) finds it in any generation.
+        The function is its own inverse, so a pin or an id finds its record by the first key in every one.
         """
         if not self.generation:
             return key
@@ -79,13 +79,13 @@ def segment_key(
     media: Media = (),
     checkpoint_tokens: int = 0,
 ) -> SegmentKey:
-    """Key of one record: hash(namespace, role, seam window, what stood before it, positions, token ids),
+    """Return a record's key: hash(namespace, role, seam window, tokens before it, positions, token ids),
     renamed for the generation.
 
-    ``context``: the record that it is computed behind; ``learned``: digest of the file that its K and V are
-    from, where they are not computed; ``media``: its images, by indices of ``tokens``;
-    ``checkpoint_tokens``: in stretches of so many tokens it is computed, 0: whole.  Raises
-    :class:`PromptError` for a token id of more than 63 bits.
+    ``context``: key of the record behind which this record is computed; ``learned``: digest of the file that
+    holds its K and V, if the engine does not compute them; ``media``: its images, by indices of ``tokens``;
+    ``checkpoint_tokens``: length of the stretches in which the record is computed, 0: computed as a whole.
+    Raises :class:`PromptError` for a token id of more than 63 bits.
     """
     shape = json.dumps([namespace.digest, role.value, head, tail, dummies, fixed_start])
     digest = hashlib.sha256(shape.encode())
@@ -112,7 +112,7 @@ def segment_key(
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes.  Raises :class:`PromptError` for one of more than 63 bits."""
+    """Return token ids as bytes.  Raises :class:`PromptError` for an id of more than 63 bits."""
     try:
         return array("q", tokens).tobytes()
     except OverflowError as e:

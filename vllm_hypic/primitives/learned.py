@@ -1,4 +1,4 @@
-"""A learned context: K and V that records are computed behind, as ``vllm-hypic tune`` writes them."""
+"""Learned contexts: trained K and V behind which records are computed, in files of ``vllm-hypic tune``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NONE_HERE = (
 
 @dataclass(frozen=True)
 class LearnedContext:
-    """What is told of a file without its tensors.
+    """The description of a learned context's file, without its tensors.
 
-    ``tokens``: of the text that training began with; they take the context's positions, and nothing of them
-    but their number is left.  ``model``: digest of the weights it was trained for (:func:`weights_digest`);
-    ``digest``: of the file.
+    ``tokens``: tokens of the text from which training started; they take the context's positions, and only
+    their number still matters.  ``model``: digest of the weights that the context was trained for
+    (:func:`weights_digest`); ``digest``: digest of the file.
     """
 
     path: Path
@@ -36,7 +36,7 @@ class LearnedContext:
     digest: str
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K, not rotated, and V ``[layers, tokens, kv_heads, size]``, layers in the model's order."""
+        """Load unrotated K, and V, ``[layers, tokens, kv_heads, size]`` each, layers in the model's order."""
         from safetensors.torch import load_file
 
         found = load_file(self.path)
@@ -44,7 +44,7 @@ class LearnedContext:
 
 
 def read_learned(path: str | Path) -> LearnedContext:
-    """Raises ``ValueError`` for a file that ``vllm-hypic tune`` did not write."""
+    """Return a file's description.  Raises ``ValueError`` for a file not written by ``vllm-hypic tune``."""
     from safetensors import SafetensorError
 
     path = Path(path).absolute()
@@ -57,7 +57,8 @@ def read_learned(path: str | Path) -> LearnedContext:
 
 @cache
 def _read(path: Path, changed: int, size: int) -> LearnedContext:
-    """The file as it was then: hashing it takes a while, and options are made many times."""
+    """Read the file as it was at time ``changed``.  Hashing is slow and options are built often: hence the
+    cache."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -81,9 +82,9 @@ def write_learned(
     model: str,
     told: dict[str, str],
 ) -> None:
-    """``key``, ``value`` as :meth:`LearnedContext.tensors` gives them; ``told``: how they were made.
+    """Write a learned context to ``path``, and replace an older file in one step.
 
-    The file takes the place of another in one piece.
+    ``key``, ``value``: as :meth:`LearnedContext.tensors` returns them; ``told``: facts about the training.
     """
     from safetensors.torch import save_file
 

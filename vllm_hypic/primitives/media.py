@@ -1,10 +1,10 @@
-"""Images in prompts: which tokens stand for one, what it shows, and how many positions it takes.
+"""Images in prompts: their tokens, their content and the positions that they take.
 
-What is said of images here and elsewhere holds for all that stands in a prompt by an encoder's embeddings:
-videos, which have times, and audio, whose tokens stand one after the other as those of text do.
-Models with three-dimensional positions (M-RoPE) give the tokens of an image a position in time, height and
-width, and go on behind it as if it had fewer tokens.  Plans count tokens, *logical* positions, everywhere;
-how a token's K and Q are rotated is told by :func:`rotary`.
+Sentences about images, here and elsewhere, hold for every input that an encoder turns into embeddings.  Such
+inputs are also videos, which have times, and audio, whose tokens follow each other like those of text.
+Models with three-dimensional positions (M-RoPE) give each token of an image a position in time, height and
+width.  The text behind an image continues as if the image had fewer tokens.  Plans count tokens, *logical*
+positions, everywhere; :func:`rotary` gives the positions by which K and Q are rotated.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 class Medium:
     """Tokens, or logical positions, ``[start, stop)`` that stand for one image.
 
-    ``digest`` names its content.  ``offsets``: positions in time of its tokens, from where it begins, and
-    ``span``: how many positions it takes; ``None``: as many as it has tokens, one after the other.
+    ``digest`` names the image's content.  ``offsets``: positions in time of its tokens, from its beginning;
+    ``span``: number of positions that it takes.  ``None``, in both: each token takes the next position.
     """
 
     start: int
@@ -29,27 +29,27 @@ class Medium:
 
     @property
     def saved(self) -> int:
-        """Positions that it takes less than it has tokens."""
+        """The number of tokens less the number of positions that the image takes."""
         return 0 if self.span is None else self.stop - self.start - self.span
 
     def moved(self, by: int) -> Medium:
         return replace(self, start=self.start + by, stop=self.stop + by)
 
     def cut_by(self, edge: int) -> bool:
-        """Whether what ends before ``edge`` has a part of it only."""
+        """Whether a range that ends before ``edge`` contains only a part of the image."""
         return self.start < edge < self.stop
 
 
 Media = tuple[Medium, ...]
-"""The images of a prompt or segment in order, none of which lies in another."""
+"""The images of a prompt or segment, in order and disjoint."""
 
 
 def rotary(positions: Iterable[int], media: Media) -> list[int]:
-    """Where the model sees tokens at ascending logical ``positions``: in an image, in time; elsewhere, in
-    all dimensions.
+    """Return the rotary positions of tokens at ascending logical ``positions``.
 
-    Height and width of an image's tokens are as far from that as they are anywhere else, so that moving a
-    segment adds the same number to all of a token's coordinates.
+    Inside an image, a position is that in time; elsewhere, it holds in all dimensions.  Height and width of
+    an image's tokens keep their distance to the position in time wherever the image stands.  Moving a
+    segment therefore adds the same number to all coordinates of a token.
     """
     if not any(medium.offsets is not None or medium.saved for medium in media):
         return list(positions)
@@ -67,7 +67,7 @@ def rotary(positions: Iterable[int], media: Media) -> list[int]:
 
 
 def outside(ranges: Iterable[tuple[int, int]], media: Media) -> tuple[tuple[int, int], ...]:
-    """What of ascending ``ranges`` is in no image."""
+    """Return the parts of the ascending ``ranges`` that lie in no image."""
     found = []
     for first, stop in ranges:
         for medium in media:
@@ -81,5 +81,5 @@ def outside(ranges: Iterable[tuple[int, int]], media: Media) -> tuple[tuple[int,
 
 
 def described(media: Media) -> Sequence[object]:
-    """What a record's key says of its images."""
+    """Return the properties of images that are part of a record's key."""
     return [(m.start, m.stop, m.digest, m.offsets, m.span) for m in media]

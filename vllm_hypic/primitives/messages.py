@@ -1,7 +1,7 @@
-"""Where the messages of a rendered chat stand in its tokens, whatever the template.
+"""Find the messages of a rendered chat in its tokens, whatever the template.
 
-Templates write a *header* before each message: special tokens, and a few words in between that name the role,
-often up to the end of the line.  What follows it, up to the next special token, is the message's content.
+Templates write a *header* before each message: special tokens and a few words that name the role, often up
+to the line's end.  The message's content follows the header, up to the next special token.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 MAX_HEADER = 16
-"""Tokens between a special token and the end of a header's line."""
+"""Most tokens between a special token and the end of a header's line."""
 _ROLE = re.compile(r"\s*[\w-]{0,32}\s*")
-"""What a header's line says."""
+"""Pattern of a header's line."""
 ANSWERING = ("assistant", "model")
 ASKING = ("user", "human")
 RESULTS = ("tool", "function", "ipython")
 """Names of roles in headers."""
 _RESULT = "<tool_response>"
-"""Some templates write results of tools as messages of the user, which begin with this tag."""
+"""Tag at the beginning of a tool's result, where a template writes the result as a message of the user."""
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,20 @@ class Message:
     start: int
     stop: int
     leads: bool
-    """It begins the prompt, and is a system message or a text: what may be cached as it stands."""
+    """The message begins the prompt, and is a system message or a text, which may be cached as it stands."""
     answers: bool
-    """It is the model's own, or what it is made to begin its answer with."""
+    """The model wrote the message, or must begin its answer with it."""
     asks: bool = False
-    """It is the user's own, and no tool's result."""
+    """The user wrote the message, and it is no tool's result."""
 
 
 def messages_of(
     ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int]
 ) -> list[Message]:
-    """The contents of ``ids``, in order; without the empty ones.
+    """Return the messages of ``ids``, in order, without empty messages.
 
-    ``read(start, stop)``: the text of these tokens; only headers and the first words of contents are read.
+    ``read(start, stop)`` returns the text of these tokens; the function reads only headers and the first
+    words of contents.
     """
     marks = [i for i, token in enumerate(ids) if token in special]
     if not marks:
@@ -68,10 +69,10 @@ def messages_of(
 
 
 def newest_of(messages: Sequence[Message]) -> int:
-    """The index of the message that the newest part of a prompt begins with.
+    """Return the index of the message that begins the newest part of a prompt.
 
-    This is the last message that a user asks.  Where headers name no user it is the last message that is not
-    the model's own, and else the last message.
+    This is the last message of a user.  Where headers name no user, this is the last message that the model
+    did not write, and otherwise the last message.
     """
     last = len(messages) - 1
     for wanted in (lambda m: m.asks, lambda m: not m.answers):
@@ -84,7 +85,7 @@ def newest_of(messages: Sequence[Message]) -> int:
 def _header_stop(
     ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int], mark: int
 ) -> int:
-    """The token behind the header that begins with the special token ``mark``."""
+    """Return the index of the token behind the header that begins with the special token ``mark``."""
     stop = at = mark + 1
     while at < len(ids) and at - stop < MAX_HEADER:
         if ids[at] in special:

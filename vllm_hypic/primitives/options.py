@@ -1,7 +1,7 @@
 """Per-request options, carried by vLLM's own extra-argument fields.
 
 ``vllm_xargs`` of the OpenAI endpoints and ``SamplingParams(extra_args=...)`` of Python both arrive
-as one flat mapping; ours are the keys with the prefix ``hypic_``.
+as one flat mapping.  The plugin's keys have the prefix ``hypic_``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ISLANDS = "hypic_islands"
 SEGMENT = "hypic_segment_mode"
 SEGMENTS = "hypic_segment_ranges"
 FOUND = "hypic_found"
-"""The front end's word to the scheduler: the mode by which it looked for segments, and what it found.  No
-client's option."""
+"""Message of the front end to the scheduler: the mode of its search for segments, and the search's result.
+Clients cannot set it."""
 PUSH_TO = "hypic_push_to"
 PUSH_DEADLINE = "hypic_push_deadline_s"
 REMOTE = "hypic_remote"
@@ -33,11 +33,11 @@ REMOTE_DEADLINE = "hypic_remote_deadline_s"
 PERMIT = "hypic_permit"
 PREFIX = "hypic_"
 TRANSFER = (PUSH_TO, PUSH_DEADLINE, REMOTE, REMOTE_DEADLINE)
-"""What only routers may send, with a permit (``segment_parallel/permits.py``)."""
+"""Options that only routers may send, with a permit (``segment_parallel/permits.py``)."""
 KNOWN = (LINK, SEAM, CONTEXT, ISLANDS, SEGMENT, SEGMENTS, *TRANSFER, PERMIT)
 
 TIER = "tier:"
-"""Prefix of a destination that is a tier; its identity follows."""
+"""Prefix of a destination that is a tier; the tier's identity follows."""
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096
@@ -46,10 +46,10 @@ _MAX_SEGMENTS = 4096
 
 @dataclass(frozen=True)
 class LinkDefaults:
-    """What requests of an engine that name nothing else get: arguments of
-    :func:`~vllm_hypic.primitives.policies.parse_link`.
+    """An engine's defaults for requests: arguments of :func:`~vllm_hypic.primitives.policies.parse_link`.
 
-    Context and islands were chosen for ``link``: a request that names another has none unless it names them.
+    ``context`` and ``islands`` belong to ``link``.  A request with another link method has neither, unless
+    the request names them.
     """
 
     link: str
@@ -59,20 +59,20 @@ class LinkDefaults:
 
 
 def did_you_mean(unknown: str, known: Collection[str]) -> str:
-    """The end of a refusal: the known name that is most like the unknown one, if any is."""
+    """Return the end of a refusal: the known name most like ``unknown``, or no text if no name is like it."""
     found = difflib.get_close_matches(unknown, known, 1)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def link_of_request(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> LinkMethod:
-    """The link method a request asks for.  Raises :class:`LinkError` naming a bad key or value."""
+    """Return the link method of a request.  Raises :class:`LinkError`, which names the bad key or value."""
     named = link_options(extra_args, defaults)
     return parse_link(named[LINK], named[SEAM], named[CONTEXT], named[ISLANDS])
 
 
 def link_options(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -> dict[str, Any]:
-    """The options that say a request's link method, all of them.  Raises :class:`LinkError` for an unknown
-    option of ours."""
+    """Return all options that define a request's link method, with defaults filled in.  Raises
+    :class:`LinkError` for an unknown option with the prefix ``hypic_``."""
     extra = extra_args or {}
     unknown = sorted(k for k in extra if isinstance(k, str) and k.startswith(PREFIX) and k not in KNOWN)
     if unknown:
@@ -92,7 +92,7 @@ def link_options(extra_args: Mapping[str, Any] | None, defaults: LinkDefaults) -
 
 
 def segment_mode_of_request(extra_args: Mapping[str, Any] | None, default: str) -> str:
-    """How segments of the request are found where it has no separators.  Raises :class:`LinkError`."""
+    """Return the mode that finds segments in a request without separators.  Raises :class:`LinkError`."""
     mode = (extra_args or {}).get(SEGMENT, default)
     if mode not in SEGMENT_MODES:
         raise LinkError(f"{SEGMENT}={mode!r}: expected one of {', '.join(SEGMENT_MODES)}")
@@ -100,9 +100,9 @@ def segment_mode_of_request(extra_args: Mapping[str, Any] | None, default: str) 
 
 
 def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spans | None:
-    """The segments that the request names by the places of their tokens; ``None``: it names none.
+    """Return the segments that the request names by their token indices, or ``None`` if it names no segments.
 
-    Raises :class:`LinkError`.
+    Raises :class:`LinkError` for ranges that are empty, out of order or outside the prompt.
     """
     given = (extra_args or {}).get(SEGMENTS)
     if given is None:
@@ -126,12 +126,12 @@ def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spa
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a request says of records that come from other instances, or go to them.
+    """A request's options for records that other instances send or receive.
 
-    ``push_to``: the records of this prompt, which must end in a separator, are there before it ends: at
-    another instance (``tcp://HOST:PORT``), or in a tier that is shared with it (``tier:IDENTITY``).
-    ``remote``: these records of this prompt are on their way here; those that have not come after
-    ``remote_deadline_s`` are computed.
+    ``push_to``: destination of the prompt's records: another instance (``tcp://HOST:PORT``), or a tier shared
+    with it (``tier:IDENTITY``).  The records arrive there before the request ends; the prompt must end in a
+    separator.  ``remote``: records of this prompt that are on their way here; the engine computes the records
+    that have not come after ``remote_deadline_s``.
     """
 
     push_to: str | None = None
@@ -144,18 +144,18 @@ NO_TRANSFER = Transfer()
 
 
 def tier_of(destination: str) -> str | None:
-    """The identity of the tier that records are to go to; ``None``: they go straight to an instance."""
+    """Return the identity of the tier ``destination``, or ``None`` if records go straight to an instance."""
     return destination.removeprefix(TIER) if destination.startswith(TIER) else None
 
 
 def transfer_of_request(
     extra_args: Mapping[str, Any] | None, *, longest_s: float | None, shared: Collection[str] = ()
 ) -> Transfer:
-    """The request's options of segment parallelism; that it may have them, the front end has checked.
+    """Return the request's options of segment parallelism.  The front end has checked the request's permit.
 
-    ``longest_s``: how long it may wait, and the default; ``None``: the engine is not configured for it, so
-    that none may be given.  ``shared``: identities of the tiers that records may go to.  Raises
-    :class:`LinkError` naming a bad key or value.
+    ``longest_s``: longest wait in seconds, and the default; ``None``: the engine runs without segment
+    parallelism and refuses these options.  ``shared``: identities of the tiers to which records may go.
+    Raises :class:`LinkError`, which names the bad key or value.
     """
     extra = extra_args or {}
     given = [k for k in TRANSFER if extra.get(k) is not None]

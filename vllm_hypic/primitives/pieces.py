@@ -1,4 +1,4 @@
-"""Token ids -> pieces: a prompt cut at its primitives, with logical positions."""
+"""Cut a prompt's token ids at the primitives into pieces with logical positions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 class PromptError(ValueError):
-    """A prompt whose primitives make no sense."""
+    """Raised for a prompt whose tokens or primitives cannot be served."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """Tokens between two separators.
 
-    ``tokens`` with their logical ``positions``; tokens from ``dependent_from`` on follow a PDep
-    and belong to the stream.
+    ``positions``: logical positions of ``tokens``; ``dependent_from``: index of the first token that
+    follows a PDep.  The tokens from there on belong to the stream.
     """
 
     tokens: tuple[int, ...]
@@ -32,11 +32,11 @@ class Piece:
     dependent_from: int
 
     def index(self, position: int) -> int:
-        """Index in ``tokens`` of the one at a logical position."""
+        """Return the index in ``tokens`` of the token at a logical position."""
         return bisect_left(self.positions, position)
 
     def own(self, media: Media) -> Media:
-        """Images of a prompt's ``media`` that lie before the piece's first PDep, by indices of ``tokens``."""
+        """Return the images of ``media`` that lie before the piece's first PDep, by indices of ``tokens``."""
         positions = self.positions[: self.dependent_from]
         if not media or not positions:
             return ()
@@ -48,7 +48,7 @@ class Piece:
 class ParsedPrompt:
     """A prompt cut at its primitives; the last piece is the query (it may be empty).
 
-    ``media``: its images, by logical positions.
+    ``media``: the prompt's images, by logical positions.
     """
 
     pieces: tuple[Piece, ...]
@@ -58,10 +58,10 @@ class ParsedPrompt:
 
 
 def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds, media: Media = ()) -> ParsedPrompt:
-    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, padding one each.
+    """Cut ``ids`` at the primitives.  Separators and PDep occupy no position, each padding occupies one.
 
-    ``media``: images, by indices of ``ids``; no primitive stands in one.
-    Prompts are long and primitives few: work per token is left to slices and ranges.
+    ``media``: images, by indices of ``ids``; no image contains a primitive.
+    Prompts are long and have few primitives, so the function handles tokens by slices and ranges.
     """
     pieces: list[Piece] = []
     tokens: list[int] = []
@@ -93,8 +93,8 @@ def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds, media: Media = ()
 def cut_prompt(ids: Sequence[int], spans: Spans, media: Media = ()) -> ParsedPrompt:
     """Cut ``ids``, which have no primitives, at segments ``[start, stop)``, in order.
 
-    Before the first lies the leading segment; what lies behind one and before the next is computed in the
-    stream; behind the last comes the query.  Raises :class:`PromptError` where that cuts one of ``media``.
+    The leading segment lies before the first range, and the query behind the last.  The stream computes the
+    tokens between two ranges.  Raises :class:`PromptError` where a range cuts one of ``media``.
     """
     ids = tuple(ids)
     require_whole(media, spans)
@@ -108,7 +108,7 @@ def cut_prompt(ids: Sequence[int], spans: Spans, media: Media = ()) -> ParsedPro
 
 
 def require_whole(media: Media, spans: Spans) -> None:
-    """Raises :class:`PromptError` where an edge of a segment cuts one of ``media``."""
+    """Raise :class:`PromptError` where an edge of a segment cuts one of ``media``."""
     for medium in media:
         if any(medium.cut_by(edge) for span in spans for edge in span):
             raise PromptError(
@@ -118,9 +118,9 @@ def require_whole(media: Media, spans: Spans) -> None:
 
 
 def require_apart(media: Media, ids: Sequence[int], primitives: PrimitiveIds) -> None:
-    """Raises :class:`PromptError` where one of ``media`` has a primitive in it, or ends behind the prompt.
+    """Raise :class:`PromptError` where one of ``media`` contains a primitive, or ends behind the prompt.
 
-    Live audio, which accompanies text, has no place of its own.
+    Live audio accompanies text and has no tokens of its own, so its range may be such a range.
     """
     for medium in media:
         if medium.stop > len(ids) or primitives.contains(ids[medium.start : medium.stop]):
@@ -131,7 +131,7 @@ def require_apart(media: Media, ids: Sequence[int], primitives: PrimitiveIds) ->
 
 
 def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:
-    """Indices of all primitives, ascending."""
+    """Return the indices of all primitives, ascending."""
     marks: list[int] = []
     for primitive in (primitives.sep, primitives.pdep, primitives.pad):
         at = -1
@@ -142,7 +142,7 @@ def _where(ids: list[int], primitives: PrimitiveIds) -> list[int]:
 
 
 def _joined(runs: list[range]) -> range | tuple[int, ...]:
-    """Positions of neighbouring runs of tokens; a range where there is no padding between them."""
+    """Join the positions of neighbouring runs of tokens; return a range if no padding lies between runs."""
     if not runs:
         return range(0)
     if all(left.stop == right.start for left, right in pairwise(runs)):

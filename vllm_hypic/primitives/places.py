@@ -1,4 +1,4 @@
-"""Places of a text where a prompt may be cut: patterns of a deployment, or ends of lines and sentences."""
+"""Find the places of a text where a prompt may be cut: by patterns, or at ends of lines and sentences."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ PRESETS = {
     "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
     "json-lines": r"(?m)^\s*(?P<segment>\{\".{200,}\}),?\s*$",
 }
-"""Patterns by name.  A group ``segment`` (or ``segment_...``) is a segment as it stands.  Other patterns tell
-where a piece may begin: at the first group that matches, or, where none does, behind the match, which is then
-in no piece."""
+"""Patterns by name.  A group ``segment`` (or ``segment_...``) is a segment as it stands.  Other patterns mark
+where a piece may begin: at the first group that matches, or behind the match where no group matches.  In the
+latter case, the match is in no piece."""
 
 _CLOSING = re.compile(r"(?:\s*</[\w-]+>)+\s*\Z")
 _LONGEST_CLOSING = 200
-"""Characters at the end of a text in which closing tags are looked for."""
+"""Number of characters at the end of a text in which closing tags are searched."""
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
 _SPACE = re.compile(r"\s+")
 _FEW_WORDS = 8
-"""One of so many words may be the last of a piece where nothing better is near."""
+"""One in this number of words, on average, may end a piece where no better place is near."""
 _WORD = 3
-"""Their kind, behind those of paragraphs, lines and sentences."""
+"""Kind of places behind words; kinds of paragraphs, lines and sentences are smaller."""
 _SIGNED = 32
-"""Characters before a place by which it is told from others."""
+"""Number of characters before a place that its checksum covers."""
 
 
 class Place(NamedTuple):
-    """The smaller, the sooner it is chosen: by kind, then by what the text before it says."""
+    """A place where a piece may begin.  The smallest wins: by kind, then by a checksum of the text before."""
 
     kind: int
     sign: int
     stop: int
-    """The token whose text ends before the place: pieces end before it, as it depends on both sides.  -1:
-    the text begins with what the place is behind."""
+    """Index of the token with the last non-space character before the place.  Pieces end before this token,
+    as it depends on both sides.  -1: the text begins with the match that the place is behind."""
     start: int
-    """The first token behind the place."""
+    """Index of the first token behind the place."""
 
 
 class Pattern(Protocol):
-    """What is used of ``re`` and ``re2``."""
+    """The part of a compiled pattern's interface, of ``re`` or ``re2``, that this module uses."""
 
     @property
     def groupindex(self) -> Mapping[str, int]: ...
@@ -68,9 +68,9 @@ class Pattern(Protocol):
 
 
 def pattern(name: str) -> Pattern:
-    """The preset of that name, or else the pattern itself.  It matches in linear time, whatever the text.
+    """Compile the preset ``name``, or else ``name`` as a pattern.  Patterns match any text in linear time.
 
-    Raises ``ValueError`` naming what is neither.
+    Raises ``ValueError``, which names a text that is neither.
     """
     try:
         return re2.compile(PRESETS.get(name, name))
@@ -79,7 +79,7 @@ def pattern(name: str) -> Pattern:
 
 
 class Marks:
-    """Tokens of a text by characters; ``texts``: those of its tokens (:meth:`.token_texts.TokenTexts.of`)."""
+    """Maps a text's characters to tokens; ``texts``: tokens' texts (:meth:`.token_texts.TokenTexts.of`)."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.text = "".join(texts)
@@ -91,19 +91,20 @@ class Marks:
         return len(self._texts)
 
     def behind(self, start: int) -> Marks:
-        """The same of the tokens from ``start`` on."""
+        """Return the marks of the tokens from ``start`` on."""
         return Marks(self._texts[start:])
 
     def place(self, kind: int, first: int, last: int) -> Place | None:
-        """Characters ``[first, last]`` may begin a piece; ``None``: no token begins there, nor before the
-        space ends that follows; or there is nothing but space before ``last``."""
+        """Return the place where a piece may begin at one of the characters ``[first, last]``.
+
+        ``None``: no token begins in that range, or only space stands before ``last``."""
         stop = first
         while stop > 0 and self.text[stop - 1].isspace():
             stop -= 1
         if not (stop or self.text[first:last].strip()):
             return None
         start = bisect_right(self._at, last) - 1
-        # Behind an empty text a character goes on.
+        # A token behind one with an empty text continues a character.
         while start > 0 and self._at[start] >= first and not self._texts[start - 1]:
             start -= 1
         before = bisect_right(self._at, stop - 1) - 1 if stop else -1
@@ -112,27 +113,27 @@ class Marks:
         return Place(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
 
     def words(self, left: int, right: int) -> Iterator[Place]:
-        """Places behind one of :data:`_FEW_WORDS` words of tokens ``[left, right)``."""
+        """Yield the places behind one in :data:`_FEW_WORDS` words of tokens ``[left, right)``."""
         for match in _SPACE.finditer(self.text, self._at[left], self._at[right]):
             place = self.place(_WORD, match.start(), match.end())
             if place is not None and place.sign % _FEW_WORDS == 0:
                 yield place
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
-        """The tokens of which characters ``[first, stop)`` are the whole text, without the one that the last
-        character which is no space is in."""
+        """Return the range of tokens whose whole text lies in characters ``[first, stop)``, without the token
+        that holds the last non-space character."""
         while stop > first and self.text[stop - 1].isspace():
             stop -= 1
         while first < stop and self.text[first].isspace():
             first += 1
         start = bisect_left(self._at, first)
         if self._at[start] > first and not self.text[self._at[start - 1] : first].strip():
-            start -= 1  # this token brings nothing but space before the text
+            start -= 1  # this token adds only space before the text
         return start, max(0, bisect_left(self._at, stop) - 1)
 
     def last_word(self) -> int:
-        """The token that the text's last character is in, space and closing tags behind it left out; 0 where
-        there is none."""
+        """Return the index of the token with the text's last character, or 0 for a text without characters.
+        Closing tags and space at the text's end do not count."""
         closing = _CLOSING.search(self.text, max(0, len(self.text) - _LONGEST_CLOSING))
         stop = closing.start() if closing else len(self.text.rstrip())
         return bisect_left(self._at, stop) - 1 if stop else 0
@@ -144,8 +145,9 @@ def _segment_groups(pattern: Pattern) -> list[int]:
 
 
 def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
-    """What the patterns' groups ``segment`` say, as token indices, in order and disjoint: of those that
-    overlap the one that begins first, and then the longest."""
+    """Return the segments of the patterns' groups ``segment``, as token ranges, in order and disjoint.
+
+    Of overlapping segments, the first to begin wins, and then the longest."""
     found = []
     for pattern in patterns:
         if groups := _segment_groups(pattern):
@@ -159,8 +161,8 @@ def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
 
 
 def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
-    """Places where one of the other patterns says that a piece may begin; those of earlier patterns are the
-    better ones."""
+    """Yield the places at which patterns without a group ``segment`` let a piece begin.  Earlier patterns
+    give better places."""
     for kind, pattern in enumerate(patterns):
         if _segment_groups(pattern):
             continue
@@ -168,7 +170,7 @@ def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
             first, last = match.span()
             for group in range(1, pattern.groups + 1):
                 if match.start(group) >= 0:
-                    # A token may begin with the space before.
+                    # A token may begin with the space before the group.
                     first = last = match.start(group)
                     while first > match.start() and marks.text[first - 1] in " \t":
                         first -= 1
@@ -178,8 +180,10 @@ def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
 
 
 def before_question(places: Iterable[Place], asked: int) -> list[Place]:
-    """The places up to the first that may begin the question, which is looked for from token ``asked`` on and
-    may have paragraphs: where documents are told apart by better places, that is one of these, too."""
+    """Return the places up to the first place that may begin the question, at token ``asked`` or later.
+
+    A question may have paragraphs: where better places separate the documents, such a place begins the
+    question, too."""
     places = list(places)
     behind = sorted((place for place in places if place.start >= asked), key=lambda place: place.start)
     if not behind:
@@ -190,8 +194,8 @@ def before_question(places: Iterable[Place], asked: int) -> list[Place]:
 
 
 def ends(marks: Marks, reach: int) -> list[Place]:
-    """Ends of paragraphs, lines and sentences, and, where there is none for ``reach`` tokens, of some
-    words; the former are the better ones."""
+    """Return the ends of paragraphs, lines and sentences, the better kinds first.  Where no end lies within
+    ``reach`` tokens, the ends of some words are places, too, of the worst kind."""
     found = []
     for kind, pattern in enumerate((_PARAGRAPH, LINE, SENTENCE)):
         for match in pattern.finditer(marks.text):

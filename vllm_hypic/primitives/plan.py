@@ -1,14 +1,14 @@
-"""Tokens -> :class:`PromptPlan`: the one description of a PIC request that everything reads.
+"""Build the :class:`PromptPlan` of a prompt: the description of a PIC request for all parts of an engine.
 
 A prompt ``lead SEP doc1 SEP doc2 SEP query`` becomes a *stream* of the tokens that must be
 computed, in logical order,
 
     [head of doc1] | [tail of doc1][head of doc2] | [tail of doc2][query]
 
-and, at each ``|``, a *compose point* where one cached segment's interior is applied.  An *island*, a window
-inside an interior that is recomputed, cuts that interior's K and V in two: its tokens stand in the stream
-between them.  Positions are *logical* (the prompt without separators); *stream indices* count the stream's
-own tokens.
+and, at each ``|``, a *compose point* that applies a cached segment's interior.  An *island*, a window
+inside an interior that is recomputed, cuts that interior's K and V in two.  The island's tokens stand in the
+stream between both halves.  Positions are *logical* (the prompt without separators); *stream indices* count
+the stream's own tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .policies import LinkMethod
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens ``[first, stop)`` of a segment, which stream rows from index ``at`` on see as public K and V."""
+    """Tokens ``[first, stop)`` of a segment.  Stream rows from index ``at`` on see them as public K and V."""
 
     at: int
     first: int
@@ -40,12 +40,12 @@ class Part:
 class CachedSegment:
     """One use of a record in a prompt.
 
-    ``tokens`` are the segment's own; it is computed behind ``context``, another record, or ``dummies`` dummy
-    tokens and the tokens ``anchor``, of which nothing is kept; the record covers the interior
-    ``[head, len - tail)``.  Token ``i`` stands at logical position ``start + offsets[i]`` (``offsets`` is
-    ``None`` when it is just ``i``).
-    ``parts`` of the interior are read, in order and without the islands between them (empty ones where an
-    island begins or ends the interior); with the last the record's states are applied.
+    ``tokens`` are the segment's own.  The segment is computed behind ``context``, another record, or behind
+    ``dummies`` dummy tokens and the tokens ``anchor``, which are dropped afterwards.  The record covers the
+    interior ``[head, len - tail)``.  Token ``i`` stands at logical position ``start + offsets[i]``;
+    ``offsets`` is ``None`` where each offset is ``i``.
+    The request reads the interior's ``parts``, in order and without the islands between them; a part is empty
+    where an island begins or ends the interior.  The last part applies the record's states.
     """
 
     key: SegmentKey
@@ -62,26 +62,26 @@ class CachedSegment:
     media: Media = ()
     """Images, by the indices of ``tokens``."""
     learned: bool = False
-    """The record's K and V are those of a learned context; what is computed of its tokens is replaced."""
+    """The record's K and V come from a learned context, which replaces the K and V computed of its tokens."""
     checkpoints: tuple[Checkpoint, ...] = ()
-    """Where its record can be resumed, ascending."""
+    """Checkpoints from which the record's computation resumes, ascending."""
     is_prefix: bool = False
-    """It is the prefix of a prompt without segments: exact, wherever it is resumed, so that what is computed
-    at once may end at any checkpoint."""
+    """The segment is the prefix of a prompt without segments.  A resumed prefix is exact, so a computation of
+    it may end at any checkpoint."""
 
     @property
     def compose_at(self) -> int:
-        """Stream index before which the record's states are applied."""
+        """The stream index before which the record's states are applied."""
         return self.parts[-1].at
 
     @property
     def columns(self) -> int:
-        """Tokens of the interior, which the record has K and V of."""
+        """The number of the interior's tokens, whose K and V are in the record."""
         return self.stop - self.head
 
     @property
     def reused(self) -> int:
-        """Tokens of the interior that the stream does not compute."""
+        """The number of the interior's tokens that the stream does not compute."""
         return sum(part.stop - part.first for part in self.parts)
 
     @property
@@ -91,7 +91,7 @@ class CachedSegment:
 
     @property
     def prepended(self) -> int:
-        """Tokens that a segment request computes, and drops, before the segment's own."""
+        """The number of tokens that a segment request computes before the segment's own, and drops."""
         return self.dummies + len(self.anchor)
 
     @property
@@ -101,20 +101,20 @@ class CachedSegment:
 
     @property
     def span(self) -> int:
-        """Positions that the segment takes."""
+        """The number of positions that the segment takes."""
         return len(self.tokens) if self.offsets is None else self.offsets[-1] + 1
 
     @property
     def stop(self) -> int:
-        """The interior's end: later tokens have no part in the record."""
+        """The index of the interior's end: the record holds no later tokens."""
         return len(self.tokens) - self.tail
 
     def public_offsets(self) -> list[int]:
-        """Offsets from ``start`` of all tokens that are read from the record."""
+        """Return the offsets from ``start`` of all tokens that the request reads from the record."""
         return [offset for part in self.parts for offset in self.offsets_of(part)]
 
     def offsets_of(self, part: Part) -> range | tuple[int, ...]:
-        """Offsets from ``start`` of the part's tokens."""
+        """Return the offsets from ``start`` of the part's tokens."""
         if self.offsets is None:
             return range(part.first, part.stop)
         return self.offsets[part.first : part.stop]
@@ -122,11 +122,11 @@ class CachedSegment:
 
 @dataclass(frozen=True)
 class PoolLimits:
-    """What one request may take of the public pool: pages, of which each state takes ``state_pages``, state
-    slots, tokens of a segment request; and ``tiles``, the transition blocks, of which an interior segment
-    takes at most ``record_tiles``.
+    """Limits on a request's use of the public pool.
 
-    Instances tell routers these numbers under these names.
+    ``pages`` of ``page_tokens`` tokens, of which each state takes ``state_pages``; ``slots`` for states;
+    ``max_request_tokens``: tokens of a segment request; ``tiles``: transition blocks, of which an interior
+    segment takes at most ``record_tiles``.  Instances send routers these numbers under these names.
     """
 
     pages: int
@@ -138,7 +138,7 @@ class PoolLimits:
     state_pages: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for numbers below 0, and pages that hold no token."""
+        """Raise ``ValueError`` for numbers below 0, and for pages that hold no token."""
         for name, value in vars(self).items():
             least = 1 if name == "page_tokens" else 0
             if value < least:
@@ -149,10 +149,10 @@ class PoolLimits:
 class PromptPlan:
     """Immutable plan of one request.
 
-    ``contexts``: records that others are computed behind and that are no segments of the prompt themselves.
+    ``contexts``: records behind which other records are computed, and that are no segments of the prompt.
     ``stream`` and ``positions`` have equal length; generated tokens continue at ``n_logical``.
-    ``salt`` names everything that the stream's KV depends on besides its tokens: ``None`` when the
-    stream is exact and may share vLLM's prefix cache with ordinary requests.
+    ``salt`` names all that decides the stream's KV besides its tokens.  The salt is ``None`` where the stream
+    is exact and may share vLLM's prefix cache with ordinary requests.
     """
 
     segments: tuple[CachedSegment, ...]
@@ -164,15 +164,15 @@ class PromptPlan:
     salt: str | None
     contexts: tuple[CachedSegment, ...] = ()
     media: Media = ()
-    """All images of the prompt, by logical positions; each is in the stream, or in a record, as a whole."""
+    """All images of the prompt, by logical positions.  The stream or a record holds each image as a whole."""
 
     @property
     def records(self) -> tuple[CachedSegment, ...]:
-        """All that must be in the pool: contexts come first, and a leading segment before what follows it."""
+        """All records that must be in the pool: contexts, then the segments in the prompt's order."""
         return self.contexts + self.segments
 
     def prompt(self) -> list[int]:
-        """The prompt's tokens in logical order, without primitives."""
+        """Return the prompt's tokens in logical order, without primitives."""
         placed = dict(zip(self.positions, self.stream, strict=True))
         for s in self.segments:
             offsets = range(len(s.tokens)) if s.offsets is None else s.offsets
@@ -181,9 +181,9 @@ class PromptPlan:
 
 
 IslandChooser = Callable[[Sequence[tuple[int, ...]], tuple[int, ...], int], list[Ranges]]
-"""Interiors' tokens, the query's tokens and a budget in tokens -> of each interior the ranges of its tokens
-to recompute, within the budget together.  A pure function, as
-:func:`~vllm_hypic.primitives.islands.choose_islands` is."""
+"""Interiors' tokens, the query's tokens and a budget in tokens -> the ranges to recompute of each interior.
+All ranges together stay within the budget.  The function must be pure, like
+:func:`~vllm_hypic.primitives.islands.choose_islands`."""
 
 
 def build_plan(
@@ -202,19 +202,19 @@ def build_plan(
     checkpoint_tokens: int = 0,
     reads_successors: bool = False,
 ) -> PromptPlan:
-    """Plan one request.  Changes nothing; depends on its arguments alone.  Records in ``kept`` have their
-    place beside ``limits``; what all of its records take together stays within ``most``, if that is given.
+    """Plan one request.  The function changes nothing, and depends on its arguments alone.
 
-    ``context``: tokens of the fixed context, for methods that have one, and ``learned`` the digest of its
-    file where it is learned; ``choose_islands``: needed by methods with islands; ``find_question``: the
-    tokens ``[start, stop)`` of a prompt that ask, ``None``: what stands behind the last segment asks;
-    ``checkpoint_tokens``: between two checkpoints of a record, 0: it has none; ``reads_successors``: some
-    layers read with each token its successor, which behind a leading segment is another in each prompt: its
-    last token is no part of the record, and keys of checkpoints tell the token behind them.
-    A segment is computed in the stream (exact) when its interior would be shorter than
-    ``min_segment_tokens`` or when the request's segments so far fill the pool: whether a segment is cached
-    never depends on what other requests do.
-    Raises :class:`PromptError` when nothing is left to do.
+    ``kept``: keys of records whose memory ``limits`` does not count; ``most``: limits on all records of the
+    request together, including ``kept`` records; ``context``: tokens of the fixed context, for methods with
+    such a context; ``learned``: digest of the context's file where it is learned; ``choose_islands``: needed
+    by methods with islands; ``find_question``: finds the question's range ``[start, stop)`` in a prompt's
+    tokens, ``None``: all tokens behind the last segment are the question; ``checkpoint_tokens``: tokens
+    between two checkpoints of a record, 0: no checkpoints; ``reads_successors``: some layers read each
+    token's successor.  The token behind a leading segment differs by prompt.  The leading record therefore
+    leaves out the segment's last token, and keys of checkpoints cover the token behind them.
+    The stream computes a segment (exactly) if its interior would be shorter than ``min_segment_tokens``, or
+    if the request's earlier segments fill the pool.  Other requests never decide whether a segment is cached.
+    Raises :class:`PromptError` for a prompt without tokens.
     """
     last = len(prompt.pieces) - 1
     cached: dict[int, CachedSegment] = {}
@@ -233,10 +233,10 @@ def build_plan(
             contexts = (behind,)
         images = lead.own(prompt.media)
         anchored = min(method.anchor, lead.dependent_from)
-        # Text alone: an image before segments that do not have it would be computed again for each.
+        # Anchors are text alone: each segment would compute an image of the anchor again.
         anchor = lead.tokens[: min(anchored, images[0].start) if images else anchored]
         for index, piece in enumerate(prompt.pieces[1:last], 1):
-            # One that is too long behind the context has a record that saw nothing.
+            # A segment that is too long behind the context is computed without a context.
             before = next((c for c in contexts if budget.fits(c.span + piece.dependent_from)), None)
             segment = _interior_record(
                 piece, method, anchor, before, namespace, min_segment_tokens, rule, prompt.media
@@ -260,7 +260,7 @@ def _islands(
     choose: IslandChooser | None,
     find_question: QuestionFinder | None,
 ) -> dict[int, Ranges]:
-    """Ranges of tokens inside cached interior segments that the stream computes, by the segment's piece."""
+    """Return the ranges of tokens in cached interior segments that the stream computes, by index of piece."""
     inside = {i: s for i, s in cached.items() if s.role is Role.INTERIOR}
     if method.islands is None or not prompt.pieces[-1].tokens or not inside:
         return {}
@@ -282,7 +282,7 @@ def assemble(
     contexts: tuple[CachedSegment, ...],
     method: LinkMethod,
 ) -> PromptPlan:
-    """The stream of what is not read from ``cached`` records (by piece)."""
+    """Return the plan whose stream computes all tokens that no record in ``cached`` (by piece) serves."""
     segments: list[CachedSegment] = []
     stream: list[int] = []
     positions: list[int] = []
@@ -321,7 +321,7 @@ def assemble(
 
 
 class _Room:
-    """What is left of some limits."""
+    """The unused rest of some limits."""
 
     def __init__(self, limits: PoolLimits) -> None:
         self._pages, self._slots, self._blocks = limits.pages, limits.slots, limits.tiles
@@ -336,7 +336,7 @@ class _Room:
 
 
 class Budget:
-    """Greedy count of what a request's distinct records take of the pool: see :func:`build_plan`."""
+    """A greedy count of the pool's memory that a request's distinct records take; see :func:`build_plan`."""
 
     def __init__(self, limits: PoolLimits, kept: Collection[SegmentKey], most: PoolLimits | None) -> None:
         self._limits, self._kept, self._seen = limits, kept, set[SegmentKey]()
@@ -344,7 +344,7 @@ class Budget:
         self._of_others = [*self._of_all, _Room(limits)]
 
     def fits(self, tokens: int) -> bool:
-        """Whether one segment request computes so many tokens."""
+        """Whether a segment request may compute ``tokens`` tokens."""
         return tokens <= self._limits.max_request_tokens
 
     def take(self, segment: CachedSegment) -> bool:
@@ -352,7 +352,7 @@ class Budget:
             return False
         if segment.key in self._seen:
             return True
-        # Of a stretch the record is made in one place, from that in the other.
+        # A stretch's record is computed in one slot, from the record in the other slot.
         slots = 2 if segment.has_spare else 1
         pages = -(-segment.columns // self._limits.page_tokens) + slots * self._limits.state_pages
         blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
@@ -373,11 +373,11 @@ def _leading_record(
     media: Media = (),
     tail: int = 0,
 ) -> CachedSegment | None:
-    """The record of the leading segment's own tokens but the last ``tail``, or ``None`` when it is too short
-    for one.  One that ends in an image has no tail: that is served as a whole.
+    """Return the record of the leading segment's own tokens without the last ``tail``, or ``None``.
 
-    Padding before the leading segment moves it away from position 0: its record would not be the prefix that
-    "leading" promises.
+    ``None``: the segment is too short for a record, or padding moves it away from position 0.  In the latter
+    case, its record would be no prefix.  A segment with an image at its end has no tail, because a record
+    serves an image as a whole.
     """
     tokens = piece.tokens[: piece.dependent_from]
     own = piece.own(media)
@@ -405,7 +405,7 @@ def _context_record(
     rule: CheckpointRule,
     media: Media,
 ) -> CachedSegment | None:
-    """The record that interior segments are computed behind, a leading one; ``None``: they see nothing."""
+    """Return the leading record behind which interior segments are computed; ``None``: without context."""
     if method.context == "none":
         return None
     if method.context == "lead":
@@ -429,9 +429,9 @@ def _interior_record(
     rule: CheckpointRule,
     media: Media,
 ) -> CachedSegment | None:
-    """The record of ``piece``'s own tokens, or ``None`` when it is too short for one.
+    """Return the record of ``piece``'s own tokens, or ``None`` for a piece that is too short for a record.
 
-    Seams end where an image begins: it is computed in the stream, or served by the record, as a whole.
+    Seam windows cut no image: the stream computes an image, or the record serves it, as a whole.
     """
     tokens = piece.tokens[: piece.dependent_from]
     head, stop = method.head, len(tokens) - method.tail
@@ -473,7 +473,7 @@ def _interior_record(
 
 
 def _offsets(piece: Piece) -> tuple[int, ...] | None:
-    """Offsets of the tokens before the first PDep from the first one; ``None``: just their indices."""
+    """Return offsets, from the first token, of the tokens before the first PDep; ``None``: their indices."""
     start, own = piece.positions[0], piece.positions[: piece.dependent_from]
     return None if own[-1] - start == len(own) - 1 else tuple(p - start for p in own)
 
@@ -481,11 +481,11 @@ def _offsets(piece: Piece) -> tuple[int, ...] | None:
 def _stream_salt(
     segments: Sequence[CachedSegment], positions: Sequence[int], method: LinkMethod
 ) -> str | None:
-    """Digest of the stream's geometry: records, compose points and jumps in ``positions``, the last of which
-    is that of the first generated token: answers are in vLLM's prefix cache, too.
+    """Return a digest of the stream's geometry: records, compose points and jumps in ``positions``.
 
-    Query tokens are not in it, so a later turn over the same segments finds the earlier turn's
-    stream; a prompt without records and without jumps is exact and keeps the ordinary salt.
+    The last of ``positions`` is that of the first generated token, as vLLM's prefix cache has answers, too.
+    The digest leaves out query tokens, so a later turn over the same segments finds the earlier turn's
+    stream.  A prompt without records and without jumps is exact and keeps the ordinary salt (``None``).
     """
     jumps = [(i, p) for i, p in enumerate(positions) if p != (positions[i - 1] + 1 if i else 0)]
     if not segments and not jumps:

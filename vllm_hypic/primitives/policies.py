@@ -1,9 +1,9 @@
 """Link methods: how a request joins independently cached segments.
 
 A method decides, per interior segment, how many tokens at its head and tail are recomputed with
-full context, which windows between them are (islands), what its record is computed behind, whether the
-transition ``T_C`` is applied, and whether its position is part of its identity.  The leading segment never
-has a seam: it stands at position 0 and has no left neighbour.
+full context, and which windows between them (islands).  A method also decides the segment's context,
+whether the transition ``T_C`` is applied, and whether the segment's position is part of its identity.  The
+leading segment never has a seam: it stands at position 0 and has no left neighbour.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ METHODS = (
 )
 
 CONTEXTS = ("none", "lead", "text", "learned")
-"""What a segment's record has seen: nothing, the prompt's leading segment, a fixed text, K and V that were
-trained."""
+"""The context of a segment's record: nothing, the prompt's leading segment, a fixed text, or trained K and
+V."""
 
 ISLANDS = ("none", "query-<percent>", "query-<percent>-<tokens>")
 MAX_ISLAND_PERCENT = 50
-"""Upper bound of what islands recompute: beyond it a prompt is better recomputed as a whole."""
+"""Upper bound of the share that islands recompute: beyond it a prompt is better recomputed as a whole."""
 MAX_ISLAND_TOKENS = 4096
 
 
 class LinkError(ValueError):
-    """A link method or seam width that does not exist or that the model cannot honour."""
+    """Raised for a link method or seam width that does not exist or that the model cannot honour."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class ModelTraits:
     has_attention: bool
     """Some layers are softmax attention with a KV cache."""
     has_transition: bool = True
-    """What stood before a segment lives on behind it in a recurrent state: no short convolution's."""
+    """A recurrent state keeps information across a segment, unlike a short convolution's state."""
 
 
 @dataclass(frozen=True)
 class Islands:
-    """Windows inside segments that are recomputed with full context: those that ``chosen_by`` ranks first,
-    within ``percent`` of the tokens that records would serve.
+    """Windows inside segments that are recomputed with full context, the best by ``chosen_by`` first.
 
-    ``tokens``: where that is less, as many tokens, but no more than :data:`MAX_ISLAND_PERCENT`: what a
-    question is about takes as many windows in a short prompt as in a long one.
+    ``percent``: limit on their share of the tokens that records would serve.  ``tokens``: a larger limit for
+    short prompts, up to :data:`MAX_ISLAND_PERCENT`.  A question's subject takes as many windows in a short
+    prompt as in a long prompt.
     """
 
     chosen_by: str
@@ -69,7 +69,7 @@ class Islands:
     tokens: int = 0
 
     def budget(self, served: int) -> int:
-        """Most tokens that are recomputed of ``served`` ones."""
+        """Return the most tokens that islands recompute of ``served`` tokens."""
         return max(served * self.percent // 100, min(self.tokens, served * MAX_ISLAND_PERCENT // 100))
 
 
@@ -77,12 +77,12 @@ class Islands:
 class LinkMethod:
     """One resolved link method.
 
-    ``head`` and ``tail`` are the seam window of an interior segment in tokens, ``dummies`` the
-    number of tokens put before it at compile time, ``anchor`` that of the leading segment's first tokens
-    put there instead, ``context`` (one of :data:`CONTEXTS`) the record that it is computed behind,
-    ``islands`` what is recomputed inside it, ``use_transition`` whether ``T_C`` is applied
-    (``False``: ``S_after = S_before + S_C``), ``fixed_position`` whether a record is bound to its
-    logical position, ``reuse`` whether records are used at all.
+    ``head`` and ``tail`` are the seam window of an interior segment in tokens.  ``dummies`` is the number of
+    dummy tokens put before it at compile time, and ``anchor`` that of the leading segment's first tokens put
+    there instead.  ``context`` (one of :data:`CONTEXTS`) is the record behind which it is computed, and
+    ``islands`` the windows recomputed inside it.  ``use_transition``: whether ``T_C`` is applied (``False``:
+    ``S_after = S_before + S_C``); ``fixed_position``: whether a record is bound to its logical position;
+    ``reuse``: whether requests use records at all.
     """
 
     name: str
@@ -98,11 +98,11 @@ class LinkMethod:
 
     @property
     def reads_text(self) -> bool:
-        """Planning needs the model's tokenizer."""
+        """Whether planning needs the model's tokenizer."""
         return self.context == "text" or self.islands is not None
 
     def refused_by(self, traits: ModelTraits) -> str | None:
-        """Reason why ``traits`` cannot honour this method, or ``None``.  Changes nothing."""
+        """Return the reason why a model of ``traits`` cannot honour this method, or ``None``."""
         if self.fixed_position and traits.has_linear:
             return (
                 f"link method {self.name!r} places segments at fixed positions and defines no rule for "
@@ -119,9 +119,10 @@ class LinkMethod:
 def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str = "none") -> LinkMethod:
     """Resolve a method name, the request's seam width, its context and its islands to a :class:`LinkMethod`.
 
-    ``seam_tokens`` is the window ``w`` of ``hypic`` and ``naive``; the other methods carry their
-    own.  ``context``: one of :data:`CONTEXTS`; ``islands``: of :data:`ISLANDS`.  Raises :class:`LinkError`
-    for an unknown name, a width outside ``0..MAX_SEAM_TOKENS``, and a combination that means nothing.
+    ``seam_tokens`` is the window ``w`` of ``hypic`` and ``naive``; the other methods' names carry their own
+    windows.  ``context``: one of :data:`CONTEXTS`; ``islands``: one of :data:`ISLANDS`.  Raises
+    :class:`LinkError` for an unknown name, a width outside ``0..MAX_SEAM_TOKENS``, and options that exclude
+    each other.
     """
     method = _parse_seams(name, seam_tokens)
     if context not in CONTEXTS:

@@ -1,8 +1,8 @@
 """Plans of prompts without segments, whose prefix is one leading record with checkpoints.
 
-Exact: nothing is left out of what a token sees.  A prompt that begins like an earlier one goes on from the
-last checkpoint that both share, wherever pages end; vLLM's own prefix cache has the states of linear layers
-at the ends of its blocks alone, which are many times longer.
+Such a plan is exact: each token sees all tokens before it.  A prompt with an earlier prompt's beginning
+resumes at their last common checkpoint, at any end of a page.  vLLM's own prefix cache has states of linear
+layers only at the ends of its blocks, which are many times longer than pages.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def build_prefix_plan(
     most: PoolLimits | None = None,
     reads_successors: bool = False,
 ) -> PromptPlan | None:
-    """The plan of a prompt whose whole pages are a record; ``None``: they are fewer than ``least_tokens``, or
-    too many for the pool.  Changes nothing; depends on its arguments alone; see
-    :func:`~.plan.build_plan` for ``kept``, ``most`` and ``reads_successors``."""
+    """Return the plan of a prompt whose whole pages are one record.
+
+    ``None``: these pages have fewer tokens than ``least_tokens``, or exceed the pool.  The function changes
+    nothing, and depends on its arguments alone.  :func:`~.plan.build_plan` explains ``kept``, ``most`` and
+    ``reads_successors``."""
     page = limits.page_tokens
     stop = (len(tokens) - 1) // page * page
     if stop < max(1, least_tokens):
@@ -49,8 +51,8 @@ def build_prefix_plan(
 
 
 def behind(plan: PromptPlan, checkpoint: Checkpoint | None) -> PromptPlan:
-    """``plan``, which is of a prefix, with what stands behind ``checkpoint`` computed by the request itself;
-    ``None``: all of it."""
+    """Return ``plan``, the plan of a prefix, such that the request itself computes all tokens behind
+    ``checkpoint``, or all tokens for ``None``."""
     [segment] = plan.segments
     first = 0 if checkpoint is None else checkpoint.stop
     read: tuple[CachedSegment, ...] = ()
@@ -69,7 +71,9 @@ def behind(plan: PromptPlan, checkpoint: Checkpoint | None) -> PromptPlan:
 
 
 def continued(segment: CachedSegment, behind: Sequence[int], page_tokens: int) -> CachedSegment:
-    """A prefix and the tokens behind it, whole pages of them; the prefix is one of its checkpoints."""
+    """Return the prefix ``segment`` extended by the whole pages of the tokens ``behind`` it.
+
+    The old prefix becomes a checkpoint of the new one."""
     ends = checkpoints(segment.key, range(page_tokens, len(behind) + 1, page_tokens), behind)
     *more, end = (replace(end, stop=segment.stop + end.stop) for end in ends)
     before = (*segment.checkpoints, Checkpoint(segment.stop, segment.key), *more)

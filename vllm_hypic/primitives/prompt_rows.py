@@ -1,4 +1,4 @@
-"""Where the tokens of a private stream stand in the prompt that was sent."""
+"""Map the tokens of a request's stream to the prompt that the client sent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .tokens import Marker, PrimitiveIds
 
 @dataclass(frozen=True)
 class PromptRows:
-    """A prompt as it was sent, primitives included, and the stream rows that say how likely its tokens are.
+    """A prompt as the client sent it, with primitives, and the stream rows with its tokens' likelihoods.
 
-    Stream row ``rows[i]`` was computed for the token right before ``tokens[targets[i]]``.  Tokens that are no
-    target have no such row: the one before them was read from a record, or is padding, or nothing.
+    Stream row ``rows[i]`` belongs to the token right before ``tokens[targets[i]]``.  A token that is no
+    target has no such row: the token before it comes from a record, is padding, or does not exist.
     """
 
     tokens: tuple[int, ...]
@@ -24,7 +24,7 @@ class PromptRows:
 
 
 def prompt_rows(ids: Sequence[int], plan: PromptPlan, primitives: PrimitiveIds) -> PromptRows:
-    """The rows of ``plan``, which was made of ``ids``."""
+    """Return the rows of ``plan``, the plan of the prompt ``ids``."""
     sent: dict[int, int] = {}
     position = 0
     for index, token in enumerate(ids):

@@ -1,6 +1,6 @@
-"""Segments of prompts that have no separators: a pure function of a prompt's token ids and the options.
+"""Find segments in prompts without separators, as a pure function of a prompt's token ids and the options.
 
-The ids stay what they are: segments are ranges of them, and what lies between is computed in the stream.
+The token ids stay unchanged.  Segments are ranges of them, and the stream computes the tokens between.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .structure import Block, Kind, Structure
 SegmentMode = Literal["off", "structure", "text", "cdc"]
 SEGMENT_MODES: tuple[str, ...] = get_args(SegmentMode)
 Spans = tuple[tuple[int, int], ...]
-"""Segments as token indices ``[start, stop)``, in order; before the first lies the leading segment."""
+"""Segments as token ranges ``[start, stop)``, in order; the leading segment lies before the first range."""
 
 
 class Found(NamedTuple):
-    """``spans``: the segments of a prompt; ``counts``: what became of the pieces, by :data:`COUNTS`."""
+    """``spans``: the segments of a prompt; ``counts``: numbers of pieces by outcome, see :data:`COUNTS`."""
 
     spans: Spans
     counts: Counter[str]
@@ -43,27 +43,27 @@ COUNTS = {
 
 
 class Edge(NamedTuple):
-    """Where one piece ends, and the next begins."""
+    """The end of a piece, and the beginning of the next piece, as token indices."""
 
     stop: int
     start: int
 
 
 def _inside(edge: Edge, segments: Sequence[tuple[int, int]]) -> bool:
-    """Whether it would cut one of the segments, which are disjoint and in order."""
+    """Whether ``edge`` would cut one of ``segments``, which are disjoint and in order."""
     before = bisect_right(segments, edge.start, key=lambda segment: segment[0]) - 1
     return before >= 0 and segments[before][0] < edge.start and edge.stop < segments[before][1]
 
 
 class Segmenter:
-    """Finds the segments of one model's prompts; for one thread.
+    """Finds the segments of one model's prompts; for use in one thread.
 
-    ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`), ``special`` are the ids that
-    templates write around messages.  A piece has ``min_tokens`` at least.  The last message of the user, and
-    each behind it, has no pieces if it has ``newest_tokens`` at most.  The question
-    is in no piece: the last message that is not the model's asks it in its last ``query_tokens``, unless a
-    pattern ends a piece there; with 0 of them that message is like others.  The prompt's last token is in no
-    piece.
+    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: ids that
+    templates write around messages.  A piece has at least ``min_tokens``.  The user's last message, and each
+    message behind it, has no pieces if its length is at most ``newest_tokens``.  No piece contains the
+    question: the last ``query_tokens`` of the last message that the model did not write, unless a pattern
+    ends a piece there.  With ``query_tokens=0`` that message has no question.  No piece contains the
+    prompt's last token.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Segmenter:
         self._newest = newest_tokens
 
     def find(self, ids: Sequence[int], mode: str) -> Found:
-        """``mode``: ``text`` or ``cdc``.  Takes time in proportion to the prompt's length."""
+        """Find segments of ``ids`` by ``mode`` (``text`` or ``cdc``), in time linear in their number."""
         if len(ids) <= self._min + self._query:
             return Found((), Counter())
         texts = self._texts(ids)
@@ -101,7 +101,7 @@ class Segmenter:
         return self._found(pieces, Counter())
 
     def find_structure(self, ids: Sequence[int], structure: Structure) -> Found:
-        """The segments of a chat request.  Only messages that are one text are read."""
+        """Find the segments of a chat request.  Patterns cut only messages that are a single text."""
         pieces: list[tuple[int, int]] = []
         short: list[Block] = []
         for block in self._cuttable(structure.blocks):
@@ -118,16 +118,16 @@ class Segmenter:
         return self._found(pieces, structure.counts)
 
     def _cuttable(self, blocks: Sequence[Block]) -> Iterator[Block]:
-        """All but those of newest messages that are to be computed whole."""
+        """Yield all blocks except those of newest messages of at most ``newest_tokens``, computed whole."""
         for newest, of_message in groupby(blocks, lambda block: block.newest):
             message = list(of_message)
             if newest is None or message[-1].stop - message[0].start > self._newest:
                 yield from message
 
     def _found(self, pieces: Sequence[tuple[int, int]], left_out: Counter[str]) -> Found:
-        """The segments: those of ``pieces`` that have ``min_tokens``, at most ``max_segments``.
+        """Return as segments the pieces of at least ``min_tokens``, up to ``max_segments`` of them.
 
-        ``left_out``: how many pieces were left out before, by reason.
+        ``left_out``: numbers of pieces that were left out before, by reason.
         """
         long = [(start, stop) for start, stop in pieces if stop - start >= self._min]
         spans = tuple(long[: self._most])
@@ -140,8 +140,9 @@ class Segmenter:
         return Found(spans, counts)
 
     def _together(self, tools: Sequence[Block]) -> Iterator[tuple[int, int]]:
-        """Neighbours that are too short alone, cut where they themselves say: what is put in between or taken
-        out changes what stands nearby."""
+        """Join neighbouring tools that are too short alone, and yield their ranges.
+
+        The tools' own checksums decide the cuts, so an inserted or removed tool changes only cuts nearby."""
         cuts = local_minima([Place(0, tool.sign, tool.start, tool.start) for tool in tools], self._min)
         starts = {cut.start for cut in cuts}
         first = 0
@@ -160,7 +161,7 @@ class Segmenter:
             yield block.start + start, block.start + stop
 
     def _pieces(self, marks: Marks, mode: str, *, leads: bool, asks: bool) -> Iterator[tuple[int, int]]:
-        """Pieces of one message's content, which ``leads`` the prompt, or ``asks``."""
+        """Yield the pieces of a message's content.  The message may lead the prompt, or ask the question."""
         asks = asks and self._query > 0
         asked = marks.tokens - self._query if asks else marks.tokens
         segments: Sequence[tuple[int, int]] = []
@@ -187,8 +188,9 @@ class Segmenter:
             yield last.start, marks.last_word() if end is None else last.start + end
 
     def _end(self, rest: Marks, asked: int) -> int:
-        """Where the piece ends that begins the ``rest`` of a message, if the tokens from ``asked`` on are the
-        question: a place that the text chooses, not the question's length.  0: there is none."""
+        """Return the end of the piece that begins the ``rest`` of a message, or 0 for no piece.
+
+        The question may begin at token ``asked``.  The text chooses the end, not the question's length."""
         if asked < self._min:
             return 0
         cuts = local_minima(ends(rest, self._min), self._min)

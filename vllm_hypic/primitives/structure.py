@@ -1,7 +1,7 @@
-"""What a chat request is made of, and where that stands in the prompt that was rendered from it.
+"""Find the pieces of a chat request in the prompt that a template rendered from it.
 
-Templates write tools, documents and messages in any order and with anything in between.  Each piece is looked
-for as it is, or as JSON writes it, behind the piece of its kind before it.
+Templates write tools, documents and messages in any order, with any text between.  The search looks for each
+piece as it is, or as JSON writes it, behind the previous piece of its kind.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from zlib import crc32
 import msgspec
 
 MARKERS = ("cache_control", "prompt_cache_breakpoint")
-"""Keys of content parts by which clients tell providers where a prompt may be cached up to."""
+"""Keys of content parts by which clients mark the end of a prompt's cacheable beginning for providers."""
 MAX_MISSED = 64
-"""Pieces of one kind (tools, documents, messages) that may stand nowhere in the prompt; after so many the
-rest of that kind is not looked for: each search reads the whole prompt."""
+"""Number of missed pieces of a kind (tools, documents, messages) that ends the search for that kind, because
+each search reads the whole prompt."""
 _MAX_TRIED = 3
-"""So many tools are looked for in every form of JSON, until one is found."""
+"""Number of missed tools that ends the search in every form of JSON, if no tool was found before."""
 _TELLING = 16
-"""Characters of a text that tells a tool from others."""
+"""Least length, in characters, of a text that distinguishes a tool from other tools."""
 _NEAR = 512
-"""Bytes between two fields of a tool."""
+"""Most bytes between two fields of a tool."""
 _LEADING = ("system", "developer")
 _ANSWERING, _ASKING = "assistant", "user"
 _RESULTS = ("tool", "function")
@@ -41,7 +41,7 @@ _ASCII_JSON = JSONEncoder().encode
 
 class Kind(Enum):
     TOOL = "tool"
-    """A piece as it stands; neighbours that are too short alone are put together."""
+    """A piece as it stands; the segmenter joins neighbours that are too short alone."""
     WHOLE = "whole"
     """A piece as it stands."""
     TEXT = "text"
@@ -49,27 +49,27 @@ class Kind(Enum):
 
 
 class Block(NamedTuple):
-    """Tokens ``[start, stop)``, the whole of which belong to one piece of a request.
+    """Tokens ``[start, stop)`` that lie as a whole in one piece of a request.
 
-    Only of a text, whose last piece is cut there in any case, the token that its last word ends in is one.
+    A block of kind ``TEXT`` includes the token with the end of its last word, because a later cut drops it.
     """
 
     start: int
     stop: int
     kind: Kind
     leads: bool = False
-    """A system message, and the first of all."""
+    """The block is of a system message, and the first of all blocks."""
     asks: bool = False
-    """The question stands at its end."""
+    """The question stands at the block's end."""
     sign: int = 0
-    """A checksum of the text."""
+    """Checksum of a tool's text."""
     newest: int | None = None
-    """The message that it is of, where that is the last of the user or stands behind it."""
+    """Index of the block's message, if this is the user's last message or a later one."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat request as it is rendered: what its client sent, of any type."""
+    """A chat request as templates see it; a client may have sent values of any type."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -78,7 +78,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Structure:
-    """``blocks``: in order and disjoint; ``counts``: pieces that were left out, and those moved."""
+    """``blocks``: in order and disjoint; ``counts``: numbers of pieces left out, by reason, and moved."""
 
     blocks: list[Block]
     counts: Counter[str]
@@ -96,10 +96,10 @@ class _Piece(NamedTuple):
 
 
 def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Structure:
-    """Where the pieces of ``chat`` stand in its rendered ``text``.
+    """Find the pieces of ``chat`` in its rendered ``text``, and return the blocks of their tokens.
 
-    ``starts``: where each token begins, and at last the text's end.  Pieces of fewer than ``least`` bytes
-    have fewer tokens, too, and are not looked for.
+    ``starts``: byte offset of each token's beginning, and then of the text's end.  Documents and messages of
+    fewer than ``least`` bytes have fewer than ``least`` tokens, too, and are not searched.
     """
     counts: Counter[str] = Counter()
     found: list[_Piece] = []
@@ -119,7 +119,7 @@ def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Struct
         after = piece.last
         start = bisect_left(starts, piece.first)
         if starts[start] > piece.first and not text[starts[start - 1] : piece.first].strip():
-            start -= 1  # this token brings nothing but space before the piece
+            start -= 1  # this token adds only space before the piece
         stop = bisect_left(starts, piece.last) - (piece.kind is not Kind.TEXT)
         if start >= stop:
             counts["unaligned"] += 1
@@ -133,17 +133,19 @@ def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Struct
 
 
 class _Search:
-    """Finds pieces of one kind, each behind the one before."""
+    """Finds pieces of one kind in a text, each behind the previous piece."""
 
     def __init__(self, text: bytes) -> None:
         self._text, self._missed = text, 0
         self.after = 0
-        """Where the next piece is looked for from."""
+        """Byte offset at which the next search begins."""
         self.form = 0
-        """Which form was found last."""
+        """Index of the form that was found last."""
 
     def find(self, forms: Iterable[str], most_missed: int = MAX_MISSED) -> tuple[int, int] | None:
-        """Where the first of ``forms`` that stands anywhere does."""
+        """Return the byte range of the first of ``forms`` that the text contains, or ``None``.
+
+        A miss is counted; after ``most_missed`` misses the search ends at once."""
         if self._missed >= most_missed:
             return None
         for i, form in enumerate(forms):
@@ -155,19 +157,19 @@ class _Search:
         return None
 
     def near(self, text: str, after: int) -> int:
-        """Where ``text`` ends, if it stands close behind ``after``; else ``after``."""
+        """Return the end of ``text``, if it stands close behind ``after``; otherwise ``after``."""
         wanted = _bytes(text)
         at = self._text.find(wanted, after, after + len(wanted) + _NEAR)
         return after if at < 0 else at + len(wanted)
 
     def before(self, text: str, end: int, begin: int) -> int:
-        """Where ``text`` stands close before ``end``, and not before ``begin``; -1: nowhere."""
+        """Return the beginning of ``text`` close before ``end`` and not before ``begin``; -1 for a miss."""
         return self._text.rfind(_bytes(text), max(begin, end - _NEAR), end) if text else -1
 
 
 def _tools(tools: list[Any], search: _Search, counts: Counter[str]) -> Iterator[_Piece]:
-    """As JSON, each with or without what wraps the function, in the form in which the first one is found; or
-    what templates make of their fields."""
+    """Yield the pieces of ``tools``.  Each tool is searched as JSON, with or without the object around its
+    function, in the form of the first found tool.  Otherwise its fields are searched one by one."""
     forms = [(form, key) for form in range(len(_JSON)) for key in (None, "function")]
     for tool in tools:
         most_missed = MAX_MISSED if len(forms) == 1 else _MAX_TRIED
@@ -181,7 +183,7 @@ def _tools(tools: list[Any], search: _Search, counts: Counter[str]) -> Iterator[
 
 
 def _as_json(tool: Any, form: int, key: str | None) -> str:
-    """Empty for what is no tool."""
+    """Return ``tool``, or its field ``key``, as JSON of form ``form``; an empty text if it is no tool."""
     value = tool if key is None else tool.get(key) if isinstance(tool, Mapping) else None
     try:
         return _written(msgspec.json.encode(value), form) if isinstance(value, Mapping) else ""
@@ -191,13 +193,15 @@ def _as_json(tool: Any, form: int, key: str | None) -> str:
 
 @lru_cache(maxsize=1024)
 def _written(value: bytes, form: int) -> str:
-    """A value as templates write JSON, which takes ten times as long as to tell that it came before."""
+    """Return a value as templates write JSON.  Writing takes ten times as long as finding the cached text."""
     return _JSON[form](msgspec.json.decode(value))
 
 
 def _by_fields(tool: Any, search: _Search) -> tuple[int, int] | None:
-    """From the tool's name, or what is said of it, to the last of its texts that stands near by: no template
-    writes more between two fields, and what closes the last one says nothing of the tool."""
+    """Return the byte range from the tool's name, or description, to the last of its texts that stand nearby.
+
+    No template writes more than :data:`_NEAR` bytes between two fields, and the end of the last field carries
+    no information about the tool."""
     begin, texts = search.after, [text for text in _strings(tool) if len(text) >= _TELLING]
     found = next((place for text in texts[:2] if (place := search.find(_forms(text)))), None)
     if found is None:
@@ -214,7 +218,7 @@ def _by_fields(tool: Any, search: _Search) -> tuple[int, int] | None:
 
 
 def _strings(value: Any, depth: int = 8) -> Iterator[str]:
-    """The texts in it, in order; ``depth``: it may hold itself."""
+    """Yield the texts in ``value``, in order; ``depth`` limits the search, as a value may contain itself."""
     if isinstance(value, str):
         yield value.strip()
     elif depth and isinstance(value, (Mapping, list, tuple)):
@@ -223,7 +227,7 @@ def _strings(value: Any, depth: int = 8) -> Iterator[str]:
 
 
 def _documents(documents: list[Any], search: _Search, counts: Counter[str], least: int) -> Iterator[_Piece]:
-    """The texts in them: what else they say, such as numbers and scores, is no piece."""
+    """Yield the texts in ``documents`` as pieces.  Other values, such as scores, are no pieces."""
     for document in documents:
         values = document.values() if isinstance(document, Mapping) else [document]
         texts = [value.strip() for value in values if isinstance(value, str)]
@@ -232,7 +236,7 @@ def _documents(documents: list[Any], search: _Search, counts: Counter[str], leas
             counts["short"] += 1
         begin = end = search.after
         for text in long:
-            search.after = begin  # in any order, or one a part of another
+            search.after = begin  # texts may stand in any order, and inside each other
             if (found := search.find(_forms(text))) is None:
                 counts["unlocated"] += 1
             else:
@@ -262,7 +266,7 @@ def _messages(messages: Sequence[Any], search: _Search, counts: Counter[str], le
 
 
 def _parts(message: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The texts of a message's content, and whether a provider's marker ends them."""
+    """Return the texts of a message's content, each with whether a provider's marker ends it."""
     content = message.get("content")
     if isinstance(content, str):
         return [(content, False)]
@@ -276,7 +280,7 @@ def _parts(message: Mapping[str, Any]) -> list[tuple[str, bool]]:
 
 
 def _forms(text: str) -> Iterator[str]:
-    """How a template may write ``text``: as it is, or in JSON."""
+    """Yield the forms in which a template may write ``text``: as it is, or in JSON."""
     yield text
     for encode in (_JSON[0], _ASCII_JSON):
         if (escaped := encode(text)[1:-1]) != text:
@@ -284,7 +288,7 @@ def _forms(text: str) -> Iterator[str]:
 
 
 def _bytes(text: str) -> bytes:
-    """Half of a surrogate pair is no character, so these bytes stand in no text of UTF-8."""
+    """Encode ``text``.  Half of a surrogate pair is no character, so its bytes stand in no text of UTF-8."""
     return text.encode(errors="surrogatepass")
 
 

@@ -1,4 +1,4 @@
-"""The text of each token: a tokenizer's ``decode`` gives that of whole sequences only."""
+"""Find the text of each token: a tokenizer's ``decode`` returns the text of whole sequences only."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What decoders put where bytes are no character, or not a whole one."""
+"""The character that decoders write for bytes that are no character, or only a part of a character."""
 
 MAX_JOINED = 8
-"""Tokens that may share characters.  A character has at most four bytes, so four tokens; a token may also end
-one character and begin the next."""
+"""Most tokens that may share characters.  A character has at most four bytes, so at most four tokens; a token
+may also end one character and begin the next."""
 
 SPECIAL = "\n"
-"""The text of special tokens, such as ``<|im_end|>``: their names are no words of the text, but end one."""
+"""The text of special tokens, such as ``<|im_end|>``: their names are no words of the text but end a word."""
 
 
 class Detokenizer(Protocol):
-    """What is used of a tokenizer; those of transformers and the wrappers around them have it."""
+    """The part of a tokenizer's interface used here; transformers' tokenizers and their wrappers have it."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool) -> list[int]: ...
 
@@ -26,16 +26,17 @@ class Detokenizer(Protocol):
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """The ids that templates write around messages, of a tokenizer of transformers or a wrapper around it."""
+    """Return the ids that templates write around messages, of a transformers tokenizer or its wrapper."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return {i for i, token in added if token.special}.union(tokenizer.all_special_ids)
 
 
 class TokenTexts:
-    """Texts of single tokens as they read inside a text: with the space in front that a decoder drops at the
-    beginning, and with characters put together that several tokens have bytes of.
+    """Texts of single tokens as they read inside a text.
 
-    A text depends on the tokens alone; what was asked before only makes it faster.  For one thread.
+    A token keeps its space in front, which decoders drop at a text's beginning, and characters that several
+    tokens share are joined.  A text depends on the tokens alone; earlier calls only make a call faster.  For
+    use in one thread.
     """
 
     def __init__(self, tokenizer: Detokenizer) -> None:
@@ -48,11 +49,11 @@ class TokenTexts:
         self._joined = lru_cache(maxsize=1 << 16)(self._inside)
 
     def of(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each of ``tokens``; joined they are the text of all.
+        """Return the text of each of ``tokens``; the joined texts are the text of all tokens.
 
-        Where tokens share a character the last of them has the text of all and the others have ``""``: a cut
-        behind an empty text would be inside a character.  Bytes that are no UTF-8 read as U+FFFD,
-        and U+FFFD itself may read as several, where its bytes are tokens of their own.
+        Where tokens share a character, the last token has the text of all, and the other tokens have ``""``.
+        A cut behind an empty text would lie inside a character.  Bytes that are no UTF-8 read as U+FFFD.
+        U+FFFD itself may read as several characters, where its bytes are separate tokens.
         """
         known = self._known
         texts = [known[token] if token in known else self._learn(token) for token in tokens]
@@ -68,14 +69,14 @@ class TokenTexts:
         return text
 
     def _inside(self, tokens: tuple[int, ...]) -> str:
-        """Text of ``tokens`` behind other text."""
+        """Return the text of ``tokens`` as it reads behind other text."""
         text = self._tokenizer.decode([*self._before, *tokens], skip_special_tokens=True)
         if text.startswith(self._before_text):
             return text[len(self._before_text) :]
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _join(self, tokens: Sequence[int], texts: list[str]) -> None:
-        """Put characters together, in place.  Each is looked for from its first token on."""
+        """Join, in place, the characters that several tokens share, from a character's first token on."""
         first = 0
         while first < len(texts):
             stop = self._whole(tokens, texts, first) if texts[first].endswith(REPLACEMENT) else None
@@ -87,7 +88,8 @@ class TokenTexts:
             first = stop
 
     def _whole(self, tokens: Sequence[int], texts: list[str], first: int) -> int | None:
-        """The token behind the characters that begin in ``first``, or ``None``: the bytes are no UTF-8."""
+        """Return the index of the token behind the characters that begin in ``first``, or ``None`` for bytes
+        that are no UTF-8."""
         for stop in range(first + 2, min(first + MAX_JOINED, len(texts)) + 1):
             if REPLACEMENT not in texts[stop - 1]:
                 return None
@@ -97,7 +99,7 @@ class TokenTexts:
 
 
 def _some_word(tokenizer: Detokenizer) -> list[int]:
-    """A token with a text, of a vocabulary that does not know the letter a; none where the first ids are all
-    special."""
+    """Return a token with a text, for a vocabulary without the letter a.  No token if the first ids have no
+    text."""
     ids = range(256)
     return next(([i] for i in ids if tokenizer.decode([i], skip_special_tokens=True).strip()), [])

@@ -1,4 +1,4 @@
-"""The three token primitives: their text forms, their ids, and cutting a text or a prompt at them."""
+"""The three token primitives: their text forms, their ids, and functions that cut texts or ids at them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PrimitiveTexts:
         return str(getattr(self, marker.value))
 
     def items(self) -> Iterator[tuple[str, str]]:
-        """(field name, text) of each primitive."""
+        """Yield the field's name and the text of each primitive."""
         return ((m.value, getattr(self, m.value)) for m in Marker)
 
     def contains(self, text: str) -> bool:
@@ -72,12 +72,12 @@ class PrimitiveTexts:
         return self.sep in text or self.pdep in text or self.pad in text
 
     def to_json(self) -> str:
-        """One line of JSON: the inverse of :meth:`from_json`."""
+        """Return one line of JSON: the inverse of :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_mapping(texts: Mapping[str, Any]) -> PrimitiveTexts:
-        """Build from plain data; what is left out keeps its default, unknown names are refused."""
+        """Build from plain data.  Missing names keep their defaults; unknown names raise ``ValueError``."""
         known = [f.name for f in fields(PrimitiveTexts)]
         if not isinstance(texts, Mapping):
             raise ValueError(f"token primitives: expected an object with {', '.join(known)}, got {texts!r}")
@@ -121,7 +121,7 @@ class PrimitiveIds:
         return iter((self.sep, self.pdep, self.pad))
 
     def marker(self, token: int) -> Marker | None:
-        """The primitive that ``token`` is, if any."""
+        """Return the primitive with the id ``token``, or ``None``."""
         return _markers_by_id(self).get(token)
 
     def contains(self, ids: Sequence[int]) -> bool:
@@ -130,7 +130,7 @@ class PrimitiveIds:
 
 
 def primitive_ids(tokenizer: object) -> PrimitiveIds:
-    """Ids of the primitives in ``tokenizer``; ``ValueError`` with the way out when it has none."""
+    """Return the primitives' ids in ``tokenizer``.  If it has no ids, ``ValueError`` names the way out."""
     if isinstance(ids := getattr(tokenizer, "hypic_ids", None), PrimitiveIds):
         return ids
     if tokenizer is None:
@@ -144,9 +144,8 @@ def primitive_ids(tokenizer: object) -> PrimitiveIds:
 def split_text(text: str, texts: PrimitiveTexts) -> list[str | Marker]:
     """Cut ``text`` at the primitives.
 
-    Joining the parts, with each marker's text in its place, gives ``text`` back.  There are no
-    empty strings among the parts; two texts never stand side by side.  Where texts overlap, the
-    leftmost wins.
+    The joined parts, with each marker's text in its place, are ``text`` again.  No part is an empty
+    string, and two texts never stand side by side.  The leftmost of overlapping primitives wins.
     """
     pattern, markers = _pattern(texts)
     parts: list[str | Marker] = []

@@ -1,6 +1,6 @@
-"""Segments cut into windows, and the words of each: what islands are chosen among.
+"""Cut segments into windows, among which islands are chosen, and find each window's words.
 
-Both depend on a segment's tokens alone, and documents recur: :class:`Words` keeps them.
+Windows and words depend on a segment's tokens alone, and documents recur, so :class:`Words` keeps both.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .words import words_of
 
 MIN_WINDOW = 8
 MAX_WINDOW = 24
-"""Tokens of a window: mostly one sentence.  Longer ones hold fewer of the sentences that the one that is
-asked for must be told from: at an equal price they leave more of the loss (docs/benchmarks/answers.md)."""
+"""Least and most tokens of a window, mostly one sentence.  Longer windows hold fewer of the sentences
+that resemble the wanted one, and at equal cost leave more of the loss (docs/benchmarks/answers.md)."""
 
 SHORT_WINDOW = 6
-"""Tokens of a window at least where a sentence would be cut otherwise: a part of it may be found without the
-other, which has the answer."""
+"""Least tokens of a window where a longer window would cut a sentence.  A search may find one part of a cut
+sentence and miss the part with the answer."""
 
 KEPT_SEGMENTS = 4096
 KEPT_TOKENS = 1 << 19
-"""What :class:`Words` keeps unless told otherwise; a token takes about 100 bytes."""
+"""Default limits on the segments and tokens that :class:`Words` keeps; a token takes about 100 bytes."""
 
 _BEFORE_SPACE = ".!?…؟۔։"  # noqa: RUF001
 _ANYWHERE = "。！？｡।॥።။។"  # noqa: RUF001
 _CLOSING = "\"'”’»)\\]}*_`）」』】"  # noqa: RUF001
 SENTENCE = re.compile(
-    # Points in 3.14 and os.path end nothing. A row of points is looked at once: from its first one.
+    # Points in 3.14 and os.path end no sentence. The look-behind lets rows of points match only at the first.
     rf"(?:(?<![{_BEFORE_SPACE}])[{_BEFORE_SPACE}]++[{_CLOSING}]*+(?=\s|\Z)|[{_ANYWHERE}]+[{_CLOSING}]*)\s*"
     r"|\n[^\S\n]*\n\s*"
 )
@@ -44,11 +44,12 @@ _INSIDE_WORD = re.compile(r"(?<=\S)(?=\S)")
 def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
     """Cut a segment whose tokens read ``texts`` into windows ``[first, stop)`` of its token indices.
 
-    They are disjoint, cover the segment in order, and have :data:`MIN_WINDOW` to :data:`MAX_WINDOW` tokens (a
-    shorter segment is one window).  Each ends at the first end of a sentence or paragraph that leaves both it
-    and the rest that long; if there is none, at the last that leaves it :data:`SHORT_WINDOW`; else likewise
-    at the end of a line; else at the last space; else at the last place that is not inside a character
-    (``""`` says that it goes on); else anywhere.  A segment without tokens has no windows.
+    Windows are disjoint, cover the segment in order, and have :data:`MIN_WINDOW` to :data:`MAX_WINDOW` tokens
+    (a shorter segment is one window).  A window ends at the first end of a sentence or paragraph that leaves
+    both the window and the rest that long.  The next choice is the last end that leaves the window
+    :data:`SHORT_WINDOW` tokens.  Further choices are ends of lines by the same rules, the last space, and the
+    last place outside a character (``""`` marks a token whose character continues).  The last choice is the
+    longest window.  A segment without tokens has no windows.
     """
     text, at = "".join(texts), [0, *accumulate(map(len, texts))]
     sentences, lines = _places(SENTENCE, text, texts, at), _places(LINE, text, texts, at)
@@ -68,7 +69,7 @@ def windows_of(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def _places(ends: re.Pattern[str], text: str, texts: Sequence[str], at: Sequence[int]) -> list[int]:
-    """Token indices, ascending, that may begin a window: behind an end, and in the space after it."""
+    """Return token indices, ascending, that may begin a window: behind an end, or in the space after it."""
     marks = bytearray(len(text) + 1)
     for match in ends.finditer(text):
         first, stop = match.start() + (len(match.group().rstrip()) or 1), match.end()
@@ -77,7 +78,7 @@ def _places(ends: re.Pattern[str], text: str, texts: Sequence[str], at: Sequence
 
 
 def _nearest(places: Sequence[int], begin: int, most: int) -> int | None:
-    """The first of ``places`` for a window from ``begin`` to end at; else the last for a short one."""
+    """Return the first of ``places`` that may end a window from ``begin``, or the last for a short window."""
     i = bisect_left(places, begin + MIN_WINDOW)
     if i < len(places) and places[i] <= most:
         return places[i]
@@ -86,8 +87,9 @@ def _nearest(places: Sequence[int], begin: int, most: int) -> int | None:
 
 @dataclass(frozen=True)
 class SegmentWords:
-    """One segment's windows, the number of words in each, and where each word stands:
-    ``places[word]`` are pairs (window, times), windows ascending."""
+    """A segment's windows, the number of words in each window, and the words' places.
+
+    ``places[word]`` has pairs (index of window, times), windows ascending."""
 
     windows: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
@@ -102,11 +104,11 @@ class SegmentWords:
 
 
 class Words:
-    """Words of token sequences.  ``texts`` gives the text of each token (:meth:`.token_texts.TokenTexts.of`);
-    ``special`` are the ids that templates write around messages.
+    """Finds and keeps the words of token sequences; for use in one thread.
 
-    Those of segments are kept, the last used ones, of at most ``max_segments`` and ``max_tokens`` in all (a
-    longer segment is not kept): what is kept changes no result.  For one thread.
+    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: ids that
+    templates write around messages.  The object keeps the words of the segments used last, up to
+    ``max_segments`` and ``max_tokens`` in all (no longer segment is kept).  Kept words change no result.
     """
 
     def __init__(
@@ -123,9 +125,9 @@ class Words:
         self._tokens = 0
 
     def question_in(self, prompt: Sequence[int]) -> tuple[int, int]:
-        """Tokens ``[start, stop)`` of the message of a rendered chat that asks: the last one of the user.
+        """Return the range ``[start, stop)`` of the question: the last user message of a rendered chat.
 
-        All tokens, where the prompt has no message.
+        A prompt without messages is a question as a whole.
         """
         messages = messages_of(
             prompt, lambda start, stop: "".join(self._texts(prompt[start:stop])), self._special
@@ -136,11 +138,11 @@ class Words:
         return asked.start, asked.stop
 
     def of_query(self, tokens: Sequence[int]) -> list[str]:
-        """The different words of ``tokens``, in the order in which they first appear."""
+        """Return the distinct words of ``tokens``, in the order of their first appearance."""
         return list(dict.fromkeys(words_of("".join(self._texts(tokens)))))
 
     def of_segment(self, tokens: tuple[int, ...]) -> SegmentWords:
-        """Windows of ``tokens`` and their words."""
+        """Return the windows of ``tokens`` and their words."""
         found = self._kept.get(tokens)
         if found is not None:
             self._kept.move_to_end(tokens)
@@ -155,7 +157,7 @@ class Words:
 
 
 def segment_words(texts: Sequence[str]) -> SegmentWords:
-    """Windows and words of a segment whose tokens read ``texts``."""
+    """Return the windows and words of a segment whose tokens read ``texts``."""
     windows = windows_of(texts)
     lengths: list[int] = []
     places: dict[str, list[tuple[int, int]]] = {}

@@ -1,7 +1,7 @@
-"""The words of a text in any language, and of code, as a search for them sees it.
+"""Find the words of a text for a search, in any language and in code.
 
-No stemming and no lists of words: whoever asks for ``max_model_len`` or 東京 finds it, in whatever language
-the rest is.  Letters and their cases are those of the running Python's Unicode tables.
+The search needs no stemming and no lists of words: a question with ``max_model_len`` or 東京 finds it beside
+text of any language.  The running Python's Unicode tables define letters and their cases.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Written without spaces between words; Hangul beside them, since its particles are glued to its words.
+# Scripts without spaces between words, and Hangul, which glues particles to words.
 _UNSPACED = (
     "\u0e01-\u0e3a\u0e40-\u0e4e"  # Thai
     "\u0e80-\u0ecf"  # Lao
@@ -20,7 +20,7 @@ _UNSPACED = (
     "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"  # Han
     "\uac00-\ud7ff"  # Hangul
 )
-# Parts of words that Python's \w leaves out: vowel signs and other marks, which Indic words consist of.
+# Parts of words that Python's \w does not match: vowel signs and other marks, common in Indic words.
 _MARKS = (
     "\u0300-\u036f\u0483-\u0487"  # Latin, Greek, Cyrillic
     "\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7"  # Hebrew
@@ -40,11 +40,11 @@ _PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 
 def words_of(text: str) -> list[str]:
-    """Words in the order of the text, case-folded, in compatibility form (full-width letters are letters).
+    """Return a text's words in order, case-folded, in compatibility form (full-width letters are letters).
 
-    Numbers are whole (``3.14``, ``1,234``); scripts without spaces give pairs of neighbouring characters, a
-    character that stands alone itself; identifiers give themselves and their parts of two characters or more,
-    cut at underscores and changes of case (``maxModel_len``: ``maxmodel_len``, ``max``, ``model``, ``len``).
+    Numbers stay whole (``3.14``, ``1,234``).  Scripts without spaces give pairs of neighbouring characters,
+    or a lone character as itself.  Identifiers give themselves and their parts of two characters or more, cut
+    at underscores and changes of case (``maxModel_len``: ``maxmodel_len``, ``max``, ``model``, ``len``).
     """
     found: list[str] = []
     if text.isascii():
@@ -65,7 +65,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _parts(identifier: str) -> list[str]:
-    """The parts of an identifier, case-folded; changes of case count where all letters are ASCII."""
+    """Return the parts of an identifier, case-folded; only names in ASCII are cut at changes of case."""
     parts: list[str] = []
     for name in identifier.split("_"):
         parts += _PARTS.findall(name) if name.isascii() else [name]

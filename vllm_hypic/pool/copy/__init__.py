@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def mover_of(pool: DevicePool) -> RecordMover:
-    """The mover for the pool's device.  On CUDA it allocates its staging memory: call it once for a pool."""
+    """Return a new mover for the pool's device.  On CUDA it allocates staging memory: call once per pool."""
     from .host import HostMover
     from .staged import StagedMover
     from .staging import BLOCK_BYTES, HOST_BLOCKS, HostBlocks

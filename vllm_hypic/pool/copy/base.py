@@ -1,5 +1,5 @@
-"""How records get from the pool to host memory and back.  One seam, two ways: on the CPU at once
-(``host.py``), on a device that runs behind by copies on a stream of their own (``staged.py``)."""
+"""The interface that moves records from the pool to host memory and back, with two implementations.
+``host.py`` copies at once, on the CPU; ``staged.py`` copies on a stream beside a device's passes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...store.record import RecordHeader
 from ..plans import RecordPlace
 
 Sections = Mapping[str, np.ndarray]
-"""A record's sections by name, each flat, uint8; valid during the call that they are given to."""
+"""A record's sections by name, each flat, uint8; valid only during the call that receives them."""
 Intake = Callable[[Sections], None]
-"""Takes a checked record over, on any thread: into the pool, or to where ``RecordMover.settle`` finds it."""
+"""Takes a checked record, on any thread, into the pool or to where ``RecordMover.settle`` finds it."""
 Finish = Callable[[memoryview], None]
-"""Finishes a record's bytes once they are all there."""
+"""Seals a record's bytes once all are copied."""
 Then = Callable[[str], None]
-"""Is told that a record is complete as bytes: by an empty text, else by why it will not be."""
+"""Receives an empty text once a record is complete as bytes, or the reason why it never will be."""
 LEFT_THE_POOL = "the record has left the pool"
 
 
 class RecordMover(Protocol):
-    """Moves the records of one worker.  Called by its thread only, but for what :meth:`intake` returns."""
+    """Moves the records of one worker.  Only its thread calls this, except the result of :meth:`intake`."""
 
     @property
     def unfinished(self) -> int:
-        """Records whose copies are under way: steps must go on until there are none."""
+        """Number of records whose copies are under way: steps must go on until it is 0."""
 
     def write(
         self,
@@ -37,34 +37,36 @@ class RecordMover(Protocol):
         then: Then,
         finish: Finish | None = None,
     ) -> None:
-        """Fill ``buffer`` (of ``record_nbytes(header)`` bytes) with the complete record in ``place``, and
-        have ``finish`` seal it, perhaps on another thread; without it the buffer is not sealed.
+        """Fill ``buffer`` (of ``record_nbytes(header)`` bytes) with the complete record in ``place``.
 
-        ``then("")`` once that is done; its argument is why not if the record left the pool before, or its
-        bytes could not be copied: during this call or a later one, once, on the caller's thread.  The record
-        may be dropped meanwhile.
+        ``finish`` seals the buffer, perhaps on another thread; without ``finish`` the buffer stays unsealed.
+        The mover then calls ``then("")``, or ``then(reason)`` if the record left the pool before or a copy of
+        its bytes failed.  This call happens once, now or later, on the caller's thread.  The record may be
+        dropped meanwhile.
         """
 
     def intake(self, place: RecordPlace) -> Intake:
-        """A function that takes one record, which is to come to ``place``, which is reserved and was offered
-        transition blocks."""
+        """Return a function that takes a record for ``place``, which is reserved and was offered blocks."""
 
     def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
-        """The intake of ``place`` has taken a record: ``then(blocks)`` once passes launched from then on
-        find it in the pool, with the blocks that it keeps.  During this call or a later one, once."""
+        """Bring the record that the intake of ``place`` has taken into the pool.
+
+        The mover calls ``then(blocks)`` once, now or later, when passes launched afterwards find the record.
+        ``blocks`` is the number of transition blocks that the record keeps."""
 
     def discard(self, place: RecordPlace) -> None:
-        """Nothing comes to ``place`` any more, and what its intake took is not wanted.  Not after
-        :meth:`settle`."""
+        """Note that no record comes to ``place``, and drop the record that its intake took, if any.
+
+        Do not call this after :meth:`settle`."""
 
     def dropped(self, slots: Iterable[int]) -> None:
-        """The records in ``slots`` are gone: passes and records of others may follow at once."""
+        """Note that the records in ``slots`` are gone: new passes and records may use the slots at once."""
 
     def advance(self) -> None:
-        """Go on with copies, and say what was done.  Once a step."""
+        """Continue copies, and report finished copies to their callers.  Call this once a step."""
 
     def drain(self) -> None:
         """Wait until no copy is under way."""
 
     def close(self) -> None:
-        """Drain; nothing is asked for any more."""
+        """Drain.  Callers must not use the mover afterwards."""

@@ -1,4 +1,4 @@
-"""A thread that carries bytes from pinned blocks to where they are wanted, so that no step does."""
+"""A thread that copies bytes from pinned blocks to their destination, so that steps need not."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Work = Callable[[], None]
 
 
 class CopyThread:
-    """Does what it is given in order, one thing at a time; nothing of it may fail, or call the device.
+    """Runs submitted work in order, one item at a time.  Work must neither raise nor call the device.
 
-    With ``threaded=False`` there is no thread: :meth:`run_one` does what it would do.
+    With ``threaded=False`` no thread exists, and callers run the work by :meth:`run_one`.
     """
 
     def __init__(self, *, threaded: bool = True) -> None:
@@ -23,13 +23,15 @@ class CopyThread:
             threading.Thread(target=self._work, name="hypic-copies", daemon=True).start()
 
     def submit(self, work: Work) -> None:
-        """Never waits."""
+        """Queue ``work``.  Never waits."""
         with self._changed:
             self._queue.append(work)
             self._changed.notify_all()
 
     def run_one(self) -> bool:
-        """Do the next thing here, unless there is none or another is being done."""
+        """Run the next work in the caller's thread, and return ``True``.
+
+        Return ``False`` if no work is queued, or other work is running."""
         with self._changed:
             if self._busy or not self._queue:
                 return False
@@ -43,7 +45,7 @@ class CopyThread:
         return True
 
     def wait(self) -> None:
-        """Until all that was given is done; helps."""
+        """Wait until all submitted work is done, and help with it."""
         while True:
             if self.run_one():
                 continue
@@ -54,7 +56,7 @@ class CopyThread:
                     self._changed.wait()
 
     def stop(self) -> None:
-        """The thread ends when it has nothing left to do."""
+        """Let the thread end once its queue is empty."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

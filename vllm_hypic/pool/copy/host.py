@@ -1,7 +1,7 @@
-"""Records between a pool in host memory and bytes: plain copies, done when they are asked for.
+"""Copy records between a pool in host memory and bytes, at once.
 
-Works on byte views of the pool's tensors with numpy: it also runs on the store's threads, where torch would
-start a second team of threads that fights the model's for the cores.
+The module works on byte views of the pool's tensors with numpy, because it also runs on the store's threads.
+There, torch would start a second team of threads that competes with the model's team for the cores.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class HostMover:
         then("")
 
     def intake(self, place: RecordPlace) -> Intake:
-        """Writes straight into ``place``."""
+        """Return a function that writes a record straight into ``place``."""
         return partial(self._scatter, place)
 
     def _scatter(self, place: RecordPlace, sections: Sections) -> None:
@@ -95,25 +95,25 @@ class HostMover:
         then(0 if place.leading else self._pool.transition_blocks.settle(place.slot))
 
     def discard(self, place: RecordPlace) -> None:
-        """Nothing counts what was written there."""
+        """Do nothing: no record refers to the bytes that were written there."""
 
     def dropped(self, slots: Iterable[int]) -> None:
-        """No copy is under way."""
+        """Do nothing: no copy is under way."""
 
     def advance(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no copy is under way."""
 
     def drain(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no copy is under way."""
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no copy is under way."""
 
 
 @dataclass(frozen=True)
 class _LinearBytes:
-    """``parts``: by section ``[slots, bytes]`` uint8, or what is like it; ``block_of [slots, blocks]``
-    int32."""
+    """The bytes of a linear layer's records.  ``parts``: by section, ``[slots, bytes]`` uint8 or a
+    :class:`PagedPart`; ``block_of [slots, blocks]`` int32."""
 
     name: str
     parts: dict[str, np.ndarray | PagedPart]
@@ -133,12 +133,12 @@ class _LinearBytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    """``[first dimension, bytes]`` uint8: the tensor's own memory."""
+    """Return the tensor's own memory as ``[first dimension, bytes]`` uint8."""
     return tensor.flatten(1).view(torch.uint8).numpy()
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive slots: (index of the first, its slot, how many)."""
+    """Return the runs of consecutive slots as (index of the first slot, first slot, number of slots)."""
     if not len(slots):
         return []
     starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)

@@ -1,18 +1,19 @@
-"""Records between a device's pool and bytes, on a stream of copies beside the passes.
+"""Copy records between a device's pool and bytes, on a stream of copies beside the passes.
 
 out: gathered from the pool -> block on the device -> pinned block -> (copy thread) the caller's buffer
-in:  pinned block (filled by whoever had the bytes) -> block on the device -> scattered into the pool
+in:  pinned block (filled by the thread with the bytes) -> block on the device -> scattered into the pool
 
-Each chunk of a record goes through the one block on the device, which the stream's order guards, and a pinned
-block, which is anybody's again once the mark behind its copy is done.  What keeps records whole:
+Each chunk of a record goes through the single block on the device, which the stream's order guards, and
+through a pinned block.  An incoming chunk's pinned block is free again once the mark behind its copy is done.
+These rules keep records whole:
 
-- A copy comes after all passes that were launched before it: they wrote the record, or last used its place.
-- Bytes are used, and a record counts as here, once the mark behind its last copy is done.
-- Passes that follow the drop of a record come after the copies that read it.  Copies into its place come
-  after them anyway, being on the same stream.
+- A copy follows all passes launched before it, because these wrote the record or last used its place.
+- Callers use bytes, and the pool counts a record, once the mark behind the record's last copy is done.
+- Passes after a record's drop follow the copies that read it.  Copies into its place also follow them,
+  because all copies share a stream.
 
-The copy thread copies bytes and makes no call of CUDA; a block is anybody's again once it is done with it.
-While it is behind, no block is free: records wait in the pool, passes never do.
+The copy thread copies bytes and never calls CUDA; a block of an outgoing chunk is free once its copy is done.
+If the copy thread is behind, blocks run out: records then wait in the pool, but passes never wait.
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ class StagedMover:
     def __init__(
         self, pool: DevicePool, stream: SideStream, blocks: HostBlocks, copies: CopyThread | None = None
     ) -> None:
-        """Takes as much memory on the device as one of ``blocks``."""
+        """Allocate as much memory on the device as one of ``blocks`` has."""
         self._pool, self._stream, self._blocks = pool, stream, blocks
         self._copies = copies or CopyThread()
         self._tables = _Tables(pool)
         self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
         self._parcels: dict[int, _Parcel] = {}
-        """Records, by serial, that came and wait to be settled or discarded.  Written by any thread."""
+        """Records by serial that an intake took, until they are settled or discarded.  Any thread writes."""
         self._arrivals: deque[_Arrival] = deque()
         self._departures: deque[_Departure] = deque()
         self._flights: deque[_Flight] = deque()
         """Copies launched, in the stream's order."""
         self._departing: list[_Departure] = []
-        """Records that leave the pool and that their callers wait for."""
+        """Records that leave the pool, and whose callers wait for an outcome."""
         self._carrying: deque[_Departure] = deque()
-        """Whose chunks the copy thread has, in its order."""
+        """The departure of each chunk that the copy thread has, in the thread's order."""
         self._carried: deque[str] = deque()
-        """Faults of chunks that it has carried, empty where there was none, in the same order; written by its
-        thread."""
+        """Faults of the chunks that the copy thread has carried, empty without a fault, in the same order.
+        The copy thread writes them."""
 
     @property
     def unfinished(self) -> int:
@@ -105,7 +106,7 @@ class StagedMover:
     # -- into the pool -------------------------------------------------------------------------
 
     def intake(self, place: RecordPlace) -> Intake:
-        """Copies the sections into blocks, or into ordinary memory when none is free."""
+        """Return a function that copies sections into blocks, or into ordinary memory if no block is free."""
         offered = self._pool.transition_blocks.held(place.slot)
 
         def take(sections: Sections) -> None:
@@ -134,7 +135,7 @@ class StagedMover:
             then(0 if place.leading else self._pool.transition_blocks.fill(place.slot, parcel.live))
 
         arrival = _Arrival(parcel, arrived)
-        # At once, so that whoever waits for a block waits for copies under way only.
+        # The launch is immediate, so that a wait for a block is only a wait for copies under way.
         for chunk, block in parcel.loaded:
             self._flights.append(self._launched(arrival, chunk, block))
         self._arrivals.append(arrival)
@@ -164,7 +165,7 @@ class StagedMover:
         self._copies.submit(partial(self._carry, departure, chunk, block))
 
     def _carry(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
-        """On the copy thread."""
+        """Copy a chunk to its caller's buffer, and queue the outcome.  Runs on the copy thread."""
         fault = ""
         try:
             try:
@@ -178,8 +179,8 @@ class StagedMover:
         self._carried.append(fault)
 
     def drain(self) -> None:
-        """Records for which no block is left are given up: intakes that nobody settles hold all of them."""
-        # The end of an engine is no pass: say what passes say of the pool's tensors.
+        """Wait for all copies.  Give up records without a block, as unsettled intakes may hold all blocks."""
+        # No pass surrounds an engine's end, so this code must enter the inference mode of passes itself.
         with torch.inference_mode():
             self.advance()
             while self._flights or self._carrying:
@@ -194,8 +195,7 @@ class StagedMover:
         self._copies.stop()
 
     def _launch(self) -> None:
-        """Launch as many copies as there are blocks.  Requests wait for records that arrive: those go
-        first."""
+        """Launch as many copies as blocks are free.  Arrivals go first, because requests wait for them."""
         for jobs in (self._arrivals, self._departures):
             while jobs:
                 job = jobs[0]
@@ -226,15 +226,15 @@ class _Departure:
     place: RecordPlace
     views: Mapping[str, np.ndarray]
     chunks: deque[Chunk]
-    """Chunks that are not launched yet, for want of a block."""
+    """Chunks that wait for a block before their launch."""
     then: Then
     finish: Callable[[], None] | None
     last: Mark | None = None
-    """Behind the copy launched last."""
+    """The mark behind the copy launched last."""
     over: bool = False
-    """The caller was told how the copy ended."""
+    """The caller knows the copy's outcome."""
     damaged: bool = False
-    """A chunk of it is missing; the copy thread says and asks so."""
+    """A chunk of the record is missing; only the copy thread writes and reads this."""
 
     def __post_init__(self) -> None:
         self._left = len(self.chunks)
@@ -252,7 +252,7 @@ class _Departure:
         block[:used].copy_(staging[:used], non_blocking=True)
 
     def unpack(self, chunk: Chunk, block: Block) -> None:
-        """On the copy thread: the chunk's bytes are wanted no longer in the block."""
+        """Copy the chunk's bytes from the block to the sections.  Runs on the copy thread."""
         if self.over or self.damaged:
             return
         self.damaged = True
@@ -261,12 +261,12 @@ class _Departure:
         self.damaged = False
 
     def finish_after(self, chunk: Chunk) -> None:
-        """On the copy thread, which has the chunks in order."""
+        """Seal the record if ``chunk`` is its last.  Runs on the copy thread, which copies them in order."""
         if chunk is self._last_chunk and self.finish is not None and not (self.over or self.damaged):
             self.finish()
 
     def arrived(self, fault: str) -> None:
-        """A chunk was carried."""
+        """Count a carried chunk, and end the copy at its last chunk or at a fault."""
         self._left -= 1
         if fault or not self._left:
             self.end(fault)
@@ -278,7 +278,7 @@ class _Departure:
 
 
 class _Parcel:
-    """A checked record outside the pool: some of its chunks in blocks, others in memory of their own."""
+    """A checked record outside the pool, with some chunks in blocks and all others in ordinary memory."""
 
     def __init__(self, live: list[np.ndarray]) -> None:
         self.live = live
@@ -302,7 +302,7 @@ class _Parcel:
 
 
 class _Arrival:
-    """A record on its way from a parcel to the pool.  ``chunks``: those without a block."""
+    """A record on its way from a parcel to the pool.  ``chunks``: chunks without a block."""
 
     def __init__(self, parcel: _Parcel, then: Callable[[], None]) -> None:
         self.chunks = deque(chunk for chunk, _ in parcel.loose)
@@ -326,28 +326,28 @@ class _Arrival:
             table.index_copy_(0, rows, given)
 
     def landed(self) -> None:
-        """One of its copies has happened."""
+        """Count a finished copy, and report the record after its last copy."""
         self._left -= 1
         if not self._left:
             self._then()
 
 
 def _on_device(chunk: Chunk, device: torch.device) -> list[torch.Tensor]:
-    """The rows of each piece, by one upload."""
+    """Upload the row numbers of all pieces in one transfer."""
     return upload([piece.rows for piece in chunk], device)
 
 
 @dataclass(frozen=True)
 class _Linear:
-    """Tables of a linear layer by section, each with the number of rows that a record has of it; ``blocks``:
-    its transitions at most."""
+    """Tables of a linear layer by section, each with a record's number of rows; ``blocks``: most transitions
+    of a record."""
 
     parts: dict[str, tuple[torch.Tensor, int]]
     blocks: int
 
 
 class _Tables:
-    """The pool's tensors as tables of rows that records are made of."""
+    """The pool's tensors as tables, of whose rows records consist."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._kv = {
@@ -369,10 +369,10 @@ class _Tables:
         self._transitions = as_table(storage, storage[0].numel()) if pool.geometry.block_dim else None
 
     def strips(self, place: RecordPlace, blocks: Sequence[np.ndarray]) -> list[Strip]:
-        """All sections of the record in ``place`` that lie on the device.
+        """Return all sections of the record in ``place`` that lie on the device.
 
-        ``blocks``: by linear layer, :data:`NO_BLOCK` where the transition is zero; not looked at for leading
-        records.
+        ``blocks``: blocks by linear layer, :data:`NO_BLOCK` where the transition is zero; leading records
+        ignore them.
         """
         strips = [Strip(section, table, place.stored_slots) for section, table in self._kv.items()]
         for number, (name, layer) in enumerate(self._linear.items()):

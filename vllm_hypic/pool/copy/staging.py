@@ -1,4 +1,4 @@
-"""Records in pieces that fit into blocks of pinned memory, on their way between host and device."""
+"""Divide records into pieces that fit into blocks of pinned memory, for copies between host and device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from ...config.engine import HypicConfig
 
 BLOCK_BYTES = 32 << 20
-"""Bytes of a block of pinned memory, and of the one block on the device that all copies go through."""
+"""Bytes of a block of pinned memory, and of the single block on the device that all copies use."""
 HOST_BLOCKS = 8
-"""Copies under way at a time; more wait."""
+"""Most copies under way at a time; further copies wait."""
 _ALIGNMENT = 64
 
 
 def moves_records(config: HypicConfig) -> bool:
-    """Whether records leave or enter the pool at all."""
+    """Whether any records leave or enter the pool."""
     return bool(config.store.tiers) or config.segment_parallel is not None
 
 
 def device_staging_bytes(config: HypicConfig) -> int:
-    """Device memory that copies of records take."""
+    """Return the bytes of device memory that copies of records take."""
     return BLOCK_BYTES if moves_records(config) else 0
 
 
@@ -67,18 +67,18 @@ class Piece:
 
 
 Chunk = tuple[Piece, ...]
-"""What goes through a block at a time; never empty."""
+"""The pieces that share a block; never empty."""
 
 
 def nbytes_of(chunk: Chunk) -> int:
-    """Bytes of a block that it takes, from the first on."""
+    """Return the number of bytes, from a block's first on, that the chunk takes."""
     return chunk[-1].in_block.stop
 
 
 def divided(strips: Iterable[Strip], block_bytes: int) -> list[Chunk]:
-    """All rows of ``strips`` in order, in as few chunks of at most ``block_bytes`` as that allows.
+    """Divide all rows of ``strips``, in order, into as few chunks of at most ``block_bytes`` as possible.
 
-    ``ValueError``: a row is larger than a block.
+    Raises ``ValueError`` for a row that is larger than a block.
     """
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -102,8 +102,9 @@ def divided(strips: Iterable[Strip], block_bytes: int) -> list[Chunk]:
 
 
 def as_table(tensor: torch.Tensor, row_elements: int) -> torch.Tensor:
-    """The contiguous tensor's own memory as rows of so many elements, in the widest integers that divide a
-    row: copies move them faster than bytes."""
+    """View a contiguous tensor's memory as rows of ``row_elements`` elements, without a copy.
+
+    The view has the widest integers that divide a row, because copies move them faster than bytes."""
     rows = tensor.view(-1, row_elements).view(torch.uint8)
     wide = (torch.int64, torch.int32, torch.int16, torch.uint8)
     return rows.view(next(dtype for dtype in wide if rows.size(1) % dtype.itemsize == 0))
@@ -111,14 +112,14 @@ def as_table(tensor: torch.Tensor, row_elements: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Host memory that copies go from and to; ``bytes``: the same as numpy has it."""
+    """Host memory for copies to and from the device; ``bytes``: the same memory as a numpy array."""
 
     tensor: torch.Tensor
     bytes: np.ndarray
 
 
 class HostBlocks:
-    """A fixed number of blocks, allocated once.  Any thread may take one; nobody waits for one."""
+    """A fixed number of blocks, allocated once.  Any thread may take a block, and no thread waits for one."""
 
     def __init__(self, count: int, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -130,12 +131,12 @@ class HostBlocks:
         return len(self._free)
 
     def take(self) -> Block | None:
-        """``None``: all are in use."""
+        """Take a free block, or return ``None`` if all blocks are in use."""
         try:
             return self._free.popleft()
         except IndexError:
             return None
 
     def give_back(self, blocks: Sequence[Block]) -> None:
-        """No copy from or to them may be under way."""
+        """Free ``blocks``.  No copy from or to them may be under way."""
         self._free.extend(blocks)

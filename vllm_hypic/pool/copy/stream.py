@@ -1,8 +1,8 @@
 """A stream of copies beside the passes of a device, which may run behind the host.
 
-Passes are launched on the device's compute stream and run behind the host's back.  What leaves or enters
-their tensors is copied on a stream of its own.  What the host wants to know of a pass is looked at when the
-next pass has been launched: it is there by then, or as good as there, for the host is one pass ahead.
+The host launches passes on the device's compute stream and does not wait for them.  Copies into and out of
+their tensors run on a separate stream.  The host reads a pass's results after it has launched the next pass.
+By then the results have arrived, or nearly so, because the host is a pass ahead.
 """
 
 from __future__ import annotations
@@ -21,36 +21,37 @@ class Mark(Protocol):
         """Whether all copies before it have happened.  Never waits."""
 
     def wait(self) -> None:
-        """Wait until they have."""
+        """Wait until all copies before it have happened."""
 
 
 class Readback(Protocol):
     """A tensor on its way to the host."""
 
     def value(self) -> torch.Tensor:
-        """The tensor on the host.  Waits where it has not arrived."""
+        """Return the tensor on the host.  Waits if the tensor has not arrived."""
 
 
 class SideStream(Protocol):
-    """Copies happen one after the other, each after all passes that were launched before it.
+    """A stream that runs copies one after the other, each after all passes launched before the copy.
 
-    Called by the thread that launches the passes only.
+    Only the thread that launches the passes may call it.
     """
 
     behind: bool
-    """The device runs behind the host: asking for a value at once would wait for the pass."""
+    """Whether the device runs behind the host, so that a read of a value would wait for the pass."""
 
     def launch(self, work: Callable[[], None]) -> Mark:
-        """Have ``work``'s operators run on this stream, after all passes launched so far and all copies
-        launched before; returns the mark behind them.  ``work`` itself may run at once.  Never waits."""
+        """Launch ``work``'s operators on this stream, after all passes and copies launched so far.
+
+        Returns the mark behind the operators.  ``work`` itself may run at once.  Never waits."""
 
     def before_passes(self, mark: Mark) -> None:
-        """Passes launched from now on begin after ``mark``; the host does not wait."""
+        """Make passes launched from now on begin after ``mark``.  The host does not wait."""
 
     def read_back(self, tensor: torch.Tensor) -> Readback:
-        """Begin to copy ``tensor`` as it is after all passes launched so far; never waits.
+        """Begin to copy ``tensor`` as it is after all passes launched so far.  Never waits.
 
-        Later passes may overwrite it: what is copied is ordered before them.
+        Later passes may overwrite ``tensor``, as the copy precedes them.
         """
 
 
@@ -63,7 +64,7 @@ class _Passed:
 
 
 class CPUSideStream:
-    """Everything has happened when it was called: nothing to order."""
+    """A stream that runs each copy at once, so that no order is needed."""
 
     behind = False
 
@@ -100,8 +101,8 @@ class _EventMark:
 
 
 class CUDASideStream:
-    """One CUDA stream.  Tensors that outlive a copy belong to the caller; what ``work`` allocates is this
-    stream's own, so PyTorch's allocator reuses it in the stream's order."""
+    """A CUDA stream for copies.  Tensors that outlive a copy belong to the caller.  Memory that ``work``
+    allocates belongs to this stream, so PyTorch's allocator reuses it in the stream's order."""
 
     behind = True
 
@@ -122,15 +123,15 @@ class CUDASideStream:
         torch.cuda.current_stream(self._device).wait_event(mark.event)
 
     def read_back(self, tensor: torch.Tensor) -> Readback:
-        # A copy of its own on the compute stream: passes may overwrite the original at once.
+        # The compute stream clones the tensor first, because passes may overwrite the original at once.
         kept = tensor.clone()
         host = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=True)
         mark = self.launch(lambda: host.copy_(kept, non_blocking=True) and None)
-        # The allocator must not hand its memory out before the copy is over.
+        # The allocator must not reuse the clone's memory before the copy is over.
         kept.record_stream(self._stream)
         return _Copied(host, mark)
 
 
 def side_stream_of(device: torch.device) -> SideStream:
-    """A new one for the copies of a worker on ``device``."""
+    """Return a new stream for the copies of a worker on ``device``."""
     return CUDASideStream(device) if device.type == "cuda" else CPUSideStream()
