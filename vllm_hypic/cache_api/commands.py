@@ -25,7 +25,7 @@ _ANSWER, _FAILURE = "hypic", "hypic_failure"
 """Names of an answer and of a failure in an output's ``kv_transfer_params``."""
 
 MOST_RESOLVED, MOST_RESOLVED_TOKENS = 64, 1 << 16
-"""Limits on the ids, and roughly on the tokens, of a :class:`Resolve`: the engine's next step waits for it."""
+"""Limits on ids, and roughly on tokens, of a :class:`Resolve`, for which the engine's next step waits."""
 MOST_IDS = 1024
 """Limit on the distinct ids in a request."""
 

@@ -46,7 +46,7 @@ def id_form(segment_id: str) -> str:
 
 
 class Seal:
-    """Writes tokens into texts.  Tokenizers read the tokens inside ``with seal:``; elsewhere they are text."""
+    """Writes tokens into texts.  Tokenizers read the tokens inside ``with seal:``, and text elsewhere."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(16)

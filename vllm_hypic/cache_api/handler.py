@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.hypic.commands")
 
 
 class RecordState(Protocol):
-    """A record's place: in the pool (``resident``), on its way there (``pending``), in a tier (``stored``)."""
+    """A record's place: in the pool (``resident``), on its way (``pending``), in a tier (``stored``)."""
 
     @property
     def resident(self) -> bool: ...

@@ -1,4 +1,4 @@
-"""Retrieval of one value among many keys: prices of several things in every document, one is asked for."""
+"""Retrieval of a value among many keys: prices of several things in every document, and a question for one."""
 
 from __future__ import annotations
 
