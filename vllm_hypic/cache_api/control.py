@@ -140,7 +140,7 @@ class Control:
 
     async def explain(self, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Explanation:
         """Return the plan of the request with these arguments of ``generate``, and do not run the request.
-        ``prompt``: an engine input with token ids.  Raises :class:`CommandFailed` and ``generate``'s errors."""
+        ``prompt``: an engine input with token ids.  Raises :class:`CommandFailed` and errors of vLLM."""
         params = params.clone()
         params.n, params.output_kind = 1, RequestOutputKind.FINAL_ONLY
         found = _unless_failed(await self._ask(Explain(), Explanation, prompt, params, lora))

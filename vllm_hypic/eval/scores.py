@@ -76,7 +76,7 @@ def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
 
 
 def words(text: str) -> list[str]:
-    """Return lower-case words without punctuation and English articles; a text of articles alone keeps them."""
+    """Return lower-case words without punctuation and articles; a text of articles alone keeps them."""
     found = text.lower().translate(_NO_PUNCTUATION).split()
     return [word for word in found if word not in ARTICLES] or found
 
@@ -98,7 +98,8 @@ def f1(right: Sequence[str], said: Sequence[str]) -> float:
 
 
 def rouge_l(right: Sequence[str], said: Sequence[str]) -> float:
-    """Return the harmonic mean of the longest common subsequence's shares of both texts; 1 for empty texts."""
+    """Return the harmonic mean of the longest common subsequence's shares in both texts; 1 if both are empty.
+    """
     row = [0] * (len(said) + 1)  # row[j]: longest subsequence common to said[:j] and `right` so far
     for word in right:
         before = row

@@ -106,7 +106,7 @@ def _token_ids(
 
 
 def _given_ids(llm: object, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-    """Return token ids of openings and continuations, without special tokens; runs in the engine's process."""
+    """Return token ids of openings and continuations without special tokens; runs in the engine's process."""
     tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
 
     def ids(text: str) -> list[int]:

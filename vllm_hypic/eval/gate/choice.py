@@ -1,4 +1,4 @@
-"""Contexts and islands for the choice of the cheapest link method that is a go, by the gate and by servers."""
+"""Candidates for the cheapest link method that is a go: the gate tries them, and servers choose among them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LADDER = (
     ("text", "query-20"),
     ("text", "query-30"),
 )
-"""Contexts and islands, the default of dense models included.  The order is by the tokens that a warm prompt of
-thousands of tokens computes, fewest first.  A context costs a warm prompt nothing."""
+"""Contexts and islands, the default of dense models included.  The order is by the tokens that a warm prompt
+of thousands of tokens computes, fewest first.  A context costs a warm prompt nothing."""
 
 
 def candidates(config: HypicConfig) -> Iterator[HypicConfig]:

@@ -399,7 +399,7 @@ def _evidence(
 
 
 def _recommendation(verdicts: Mapping[Method, Verdict], choose: bool) -> str:
-    """Return a sentence with the recommended method; ``verdicts`` are in the order of their methods' costs."""
+    """Return a sentence with the recommended method; ``verdicts`` are in the order of the methods' costs."""
     found = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
     if not choose:
         if found is None:
@@ -414,7 +414,7 @@ def _recommendation(verdicts: Mapping[Method, Verdict], choose: bool) -> str:
 
 
 def _exit(verdicts: set[Verdict]) -> Exit:
-    """Return the exit code; a single go is enough, because the gate looks for the best of several methods."""
+    """Return the exit code; a single go is enough, as the gate looks for the best of several methods."""
     if Verdict.GO in verdicts:
         return Exit.GO
     return Exit.CANNOT_JUDGE if Verdict.CANNOT_JUDGE in verdicts else Exit.NO_GO

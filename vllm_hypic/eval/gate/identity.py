@@ -28,8 +28,8 @@ NEUTRAL = frozenset(
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as served.  Equal subjects compute the same numbers except for the last bits, which depend on the
-    machine, the number of threads or ranks, compilation, and the division of the pool."""
+    """A model as served.  Equal subjects compute the same numbers except for the last bits, which depend on
+    the machine, the number of threads or ranks, compilation, and the division of the pool."""
 
     weights: str
     """:func:`~vllm_hypic.fingerprint.fingerprint` of the weights, whatever the folder of the files."""
@@ -125,7 +125,7 @@ def telling(config: HypicConfig) -> dict[str, Any]:
 
 
 def _unused(config: HypicConfig) -> set[str]:
-    """Return the options of contexts, islands, found segments and narrow states that the engine does not use."""
+    """Return the options of contexts, islands, found segments and narrow states that the engine lacks."""
     unused = set()
     if config.segment.mode == "off":
         unused.add("segment")

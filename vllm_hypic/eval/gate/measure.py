@@ -56,7 +56,7 @@ class GateMeasurement:
     subject: Subject
     """The subject, with the link options of the engine."""
     numbers: dict[Method, Numbers]
-    """Numbers by method, in the order of the request; methods are resolved on this engine (:meth:`Method.on`)."""
+    """Numbers by method, in the requested order; the methods are those on this engine (:meth:`Method.on`)."""
     chat: bool
     left_out: int
     """Count of prompts that are longer than the engine's context."""

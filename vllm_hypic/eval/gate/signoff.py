@@ -1,7 +1,7 @@
 """Sign-offs: a JSON file for each judged subject.
 
-The file carries a SHA-256 checksum of its own content.  The checksum reveals a file that was edited or cut off.
-The checksum is no signature: anybody can compute it again.
+The file carries a SHA-256 checksum of its own content, which reveals a file that was edited or cut off.  The
+checksum is no signature: anybody can compute it again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tasks of agents: tool calls and their results follow a question, and the answer stands in one of four places."""
+"""Tasks of agents: tool calls and results follow a question, and the answer stands in one of four places."""
 
 from __future__ import annotations
 

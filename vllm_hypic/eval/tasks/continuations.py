@@ -1,4 +1,4 @@
-"""Continued texts: documents with a continuation, whose likelihood is measured without labels or questions."""
+"""Continued texts: documents and a continuation, whose likelihood is measured without labels or questions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 96
 
 
 def in_order(number: int, documents: int, tokens: int) -> Task:
-    """Return a task whose documents are pieces of a text in order, and whose continuation is the next piece."""
+    """Return a task whose documents are pieces of a text in order, and that continues with the next piece."""
     rng = random.Random(f"{IN_ORDER} {number}")
     sizes = [words_of(tokens)] * documents + [words_of(TOKENS)]
     [[*pieces, after]] = installed_texts().runs(rng, 1, sizes)
@@ -25,7 +25,7 @@ def in_order(number: int, documents: int, tokens: int) -> Task:
 
 
 def mixed(number: int, documents: int, tokens: int) -> Task:
-    """Return a task whose documents are pieces of different texts, with the next piece of one text."""
+    """Return a task whose documents are pieces of different texts, and that continues one of these texts."""
     rng = random.Random(f"{MIXED} {number}")
     runs = installed_texts().runs(rng, documents, [words_of(tokens), words_of(TOKENS)])
     after = rng.choice([after for _, after in runs])

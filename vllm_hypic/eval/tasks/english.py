@@ -61,8 +61,8 @@ class Writer:
         return list(found)
 
     def document(self, words: int, statements: Sequence[str]) -> str:
-        """Return a document with ``statements`` in their order at random places between sentences.  Its length
-        is ``words`` words up to the end of the last sentence, or that of the statements if they are longer."""
+        """Return a document with ``statements`` in their order at random places between sentences.  The
+        document has ``words`` words, up to the end of a sentence, or more if the statements have more."""
         room = words - sum(len(s.split()) for s in statements)
         sentences: list[str] = []
         while room > 0:

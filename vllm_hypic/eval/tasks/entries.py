@@ -1,4 +1,4 @@
-"""Extractive questions over prose: entries on similar buildings, with questions in other words than the entries."""
+"""Extractive questions over prose: entries on similar buildings, and questions in other words."""
 
 from __future__ import annotations
 

@@ -68,20 +68,20 @@ class InstalledTexts:
         return found.hexdigest()[:16]
 
     def passages(self, rng: random.Random, count: int, words: int) -> list[list[str]]:
-        """Return ``count`` passages of different texts, each a list of sentences with ``words`` words up to the
-        end of the last sentence.  Raises ``ValueError`` if fewer texts are installed."""
+        """Return ``count`` passages of different texts, each a list of sentences with ``words`` words, up to
+        the end of the last sentence.  Raises ``ValueError`` if fewer texts are installed."""
         if count > len(self.texts):
             raise ValueError(f"{count} texts: {len(self.texts)} are installed on this machine")
         found = []
         for text in rng.sample(self.texts, count):
             begin = rng.randrange(len(text.sentences))
-            # Passages wrap around from a text's end to its beginning, so that all sentences are equally likely.
+            # A passage wraps around at a text's end, so that all sentences are equally likely.
             found.append(_first([*text.sentences[begin:], *text.sentences[:begin]], words))
         return found
 
     def runs(self, rng: random.Random, count: int, sizes: Sequence[int]) -> list[list[str]]:
-        """Return, for each of ``count`` texts, pieces in order and without gaps.  A piece has as many words as
-        its entry in ``sizes`` says, up to the end of its last sentence.
+        """Return, for each of ``count`` texts, pieces in order and without gaps.  A piece has the words that
+        its entry in ``sizes`` asks for, up to the end of its last sentence.
 
         Raises ``ValueError`` if fewer texts are long enough.
         """

@@ -29,7 +29,7 @@ class DataError(ValueError):
 
 
 def read(path: Path, *, limit: int | None = None, words: int = 384) -> list[Task]:
-    """Return the first ``limit`` tasks of the file, with contexts cut into segments of ``words`` words at most.
+    """Return the first ``limit`` tasks of the file, with contexts cut into segments of at most ``words`` words.
 
     A task's family is its ``dataset``, or the file's name without ``.jsonl``.  Raises :class:`DataError`.
     """
@@ -112,6 +112,6 @@ def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
 
 
 def _pieces(paragraph: str, words: int) -> list[str]:
-    """Return the paragraph's pieces of at most ``words`` words each, with the white space behind the words."""
+    """Return the paragraph's pieces of at most ``words`` words each, with the white space behind words."""
     found = re.findall(r"\s*\S+\s*|\s+", paragraph)
     return ["".join(found[i : i + words]) for i in range(0, len(found), words)]

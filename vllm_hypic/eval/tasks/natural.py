@@ -1,8 +1,8 @@
 """Common parts of the natural families: installed texts with inserted statements, names and numbers.
 
 A small chat model can answer the questions: reuse can lose only answers that full recompute has right.  The
-answer's first words are given, because a small model may otherwise stray from the question.  An answer is right
-if the generated text contains the gold answer.
+answer's first words are given, because a small model may otherwise stray from the question.  An answer is
+right if the generated text contains the gold answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .lexicon import NAMES, SURNAMES
 
 SYSTEM = "You answer questions about the documents below."
 ANSWER_TOKENS = 10
-"""Limit for a number, a name or two words behind the opening; a model could list all facts in a longer answer."""
+"""Tokens for a number, a name or two words behind the opening: a longer answer could list all facts."""
 MOST_DOCUMENTS = 40
 """Limit on the documents of a task, for which the lexicon has enough different places and people."""
 KINDS = ("access code", "door code", "phone extension", "account number")
@@ -35,7 +35,7 @@ def numbers(rng: random.Random, count: int, *, digits: int) -> list[str]:
 
 
 def documents_with(rng: random.Random, statements: Sequence[str], tokens: int) -> list[str]:
-    """Return a document of about ``tokens`` tokens for each statement, which stands anywhere but at the start."""
+    """Return a document of about ``tokens`` tokens for each statement, placed anywhere but at the start."""
     passages = installed_texts().passages(rng, len(statements), max(1, words_of(tokens)))
     for passage, statement in zip(passages, statements, strict=True):
         passage.insert(rng.randrange(1, len(passage) + 1), statement)

@@ -1,4 +1,4 @@
-"""The last of several updates: every document moves the same event, and the question asks for the last place."""
+"""The last of several updates: every document moves the same event, and the question asks for its place."""
 
 from __future__ import annotations
 
