@@ -70,7 +70,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     combine_s: float | None = None
     """Time from the last delivered record to the answer's first byte."""
     local: int = 0
-    """Count of segments that the combine node computed itself."""
+    """Count of segments left to the combine node."""
     segments: tuple[Part, ...] | None = ()
     reason: str | None = None
     """Reason why the request went whole to a single instance."""
@@ -154,7 +154,7 @@ class _Stream:
         return time.perf_counter() - self._begin
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the answer's events up to ``[DONE]``; raise ``httpx.HTTPError`` without it or for an error."""
+        """Yield the answer's events up to ``[DONE]``; raise ``httpx.HTTPError`` without it, or for errors."""
         self._begin = time.perf_counter()
         with httpx.stream(
             "POST", self._url, json=self._body, headers=self._sent_headers, timeout=self._timeout_s

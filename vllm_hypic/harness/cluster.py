@@ -76,7 +76,7 @@ class Instance(Server):
     """A ``vllm serve`` process that takes part in segment parallelism."""
 
     def __init__(self, name: str, setup: Setup, log: Path, *, port: int | None = None) -> None:
-        """``port``: HTTP port of the instance to replace, or ``None`` for a new port; all other ports are new."""
+        """``port``: HTTP port of the instance to replace, or ``None`` for a new port; other ports are new."""
         self.name = name
         self.transport = setup.parallel.get("transport", "tcp")
         self.events, self.listen = (f"tcp://127.0.0.1:{free_ports(n)}" for n in (1, setup.ranks))
@@ -173,8 +173,8 @@ class Cluster:
     """Workers, combine nodes and a router in front of them, as a context manager.
 
     Entering starts all instances at once, then the router, and waits until the router knows each instance.
-    Leaving, also by an error, SIGTERM or SIGHUP, ends all servers and raises :class:`ServerError` if a process
-    survives.  Logs are deleted, but after an error they stay in :attr:`folder`.
+    Leaving, also by an error, SIGTERM or SIGHUP, ends all servers and raises :class:`ServerError` if any
+    process survives.  Logs are deleted, but after an error they stay in :attr:`folder`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -227,7 +227,7 @@ class Cluster:
         return new
 
     def restart_router(self) -> None:
-        """End the router and start another router at its URL, which knows nothing of the first router's state."""
+        """End the router and start another router at its URL, without the first router's state."""
         old = self.router
         self.stop(old)
         self.router = self._router(self.workers, self.combines, *self.setup.router, port=old.port)
@@ -276,14 +276,14 @@ class Cluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _on_signals(self) -> None:
-        """Turn signals into an exit: by default a signal ends a process without running its context managers."""
+        """Turn signals into an exit: by default a signal ends a process without its context managers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 self._handlers[number] = signal.signal(number, _leave)
 
 
 def pause(server: Server, *names: str) -> None:
-    """Send SIGSTOP to the server's processes, or only to processes with one of ``names`` in the command line."""
+    """Send SIGSTOP to the server's processes, or only to those with one of ``names`` in the command line."""
     found = [p for p in server.processes() if not names or any(n in " ".join(p.cmdline()) for n in names)]
     if not found:
         raise ServerError(f"no process of {shlex.join(server.command)} is named {' or '.join(names)}")

@@ -1,7 +1,7 @@
 """Engine calls: functions that run in an engine's process (see ``engines.py``).
 
-The first argument is the engine's ``vllm.LLM``. The functions import vLLM and torch when they run, never before:
-the process that controls the engines loads neither.
+The first argument is the engine's ``vllm.LLM``. The functions import vLLM and torch when they run, never
+before: the process that controls the engines loads neither.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
 
 def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments that stock vLLM needs for latent attention on CPUs.  With AMX vLLM takes kernels that know
-    only bfloat16, whatever the dtype.  For other kernels, and without AMX, vLLM turns the prefix cache off, but
-    too late for a hybrid."""
+    """Return arguments that stock vLLM needs for latent attention on CPUs.  With AMX vLLM takes kernels that
+    know only bfloat16, whatever the dtype.  For other kernels, and without AMX, vLLM turns the prefix cache
+    off, but too late for a hybrid."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -107,8 +107,8 @@ def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mend_stock() -> None:
-    """Give stock vLLM the model classes and, on CPUs, the fixes that the plugin applies for some models.  Without
-    them stock vLLM could not run these models for comparison."""
+    """Give stock vLLM the model classes and, on CPUs, the fixes that the plugin applies for some models.  Stock
+    vLLM could not run these models for comparison otherwise."""
     from vllm.platforms import current_platform
 
     from .. import models
@@ -274,5 +274,5 @@ def hypic_calls(llm: Any) -> dict[str, int]:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Return the engine core's scheduler, whose ``.hypic`` on a hypic engine is the plugin's ``SchedulerSide``."""
+    """Return the engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
     return llm.llm_engine.engine_core.engine_core.scheduler

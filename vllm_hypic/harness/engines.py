@@ -40,8 +40,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """An engine. The constructor starts its process and returns at once; call :meth:`start` before any other call.
-    """
+    """An engine. The constructor starts a process and returns at once; call :meth:`start` before other calls."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ TOP = 20
 class Distance:
     """Distance of a distribution to a reference, over the reference's ``TOP`` most likely tokens.
 
-    ``kl``, in nats, compares the distributions over these tokens and "any other", so that it never exceeds the
+    ``kl``, in nats, compares the distributions over these tokens and "any other", and so never exceeds the
     true KL divergence.
     """
 

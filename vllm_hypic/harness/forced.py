@@ -26,7 +26,7 @@ class ForcedTokens(AdapterLogitsProcessor):
             return None
 
         def force(answered: list[int], logits: torch.Tensor) -> torch.Tensor:
-            """Force the next token; only the length of ``answered`` is used, as its ids may not be known yet."""
+            """Force the next token; only the length of ``answered`` counts, as ids may not be known yet."""
             logits.fill_(float("-inf"))
             logits[tokens[len(answered)]] = 0.0
             return logits

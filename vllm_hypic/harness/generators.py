@@ -16,7 +16,7 @@ logger = logging.getLogger("vllm.hypic.generators")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
 """Folder of the demo model in a checkout of the repository."""
 FIRST_SEED = 20_000_000
-"""First seed that no demo model's training has used."""
+"""First of the seeds that no demo model's training draws from."""
 _MARKS = ("def prompt(", "def vocab_words(", "\nLEARNED = ", "\nFACTS = ")
 """Marks in the text of a generator; a ``gen.py`` without them is not run."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 # The kernel signals the process when the thread that started it ends, even by SIGKILL: no process outlives a
 # dead run. exec keeps the process id and the request; the check closes the gap before it. A signal may be
-# lost: vLLM drops a signal that arrives while its engine starts (`zmq_socket_ctx` swallows KeyboardInterrupt).
+# lost: vLLM drops a signal that arrives while an engine starts (`zmq_socket_ctx` swallows KeyboardInterrupt).
 # Therefore a guard outside the session ends the process group some time after the owner's death.
 _LAUNCH = """
 import ctypes, os, select, signal, sys
@@ -76,7 +76,7 @@ def guarded(command: Sequence[str], at_the_end: signal.Signals = signal.SIGTERM)
 
 
 def reserve_port(port: int = 0) -> socket.socket:
-    """Return a socket that reserves a port of 127.0.0.1 while it is open; ``port`` 0 stands for any free port.
+    """Return a socket that reserves a port of 127.0.0.1 while it is open; ``port`` 0 means any free port.
 
     Servers that set ``SO_REUSEADDR``, as all servers here do, can listen on that port meanwhile, and again
     after they were killed.

@@ -59,7 +59,7 @@ class Prompt:
 
 
 class Writer:
-    """Draws documents from ``vocabulary`` (ids of ordinary tokens); the same seed gives the same documents."""
+    """Draws documents from ``vocabulary`` (ids of ordinary tokens); a seed always gives the same documents."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int) -> None:
         self._vocabulary, self._rng = vocabulary, random.Random(seed)
@@ -76,8 +76,8 @@ class Writer:
         )
 
     def order(self, n: int) -> list[int]:
-        """Return a random order of ``n`` documents.  With two or more documents another document than before is
-        first, so that both orders have no common prefix."""
+        """Return a random order of ``n`` documents.  With two or more documents another document than before
+        is first, so that both orders have no common prefix."""
         order = self._rng.sample(range(n), n)
         if n > 1 and order[0] == 0:
             order = [*order[1:], 0]

@@ -55,7 +55,7 @@ def scale(folder: Path, owners: Iterable[str], by: float) -> None:
 
 
 def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
-    """Return fields common to configurations of Bailing's hybrids, with full attention in each `group`-th layer."""
+    """Return fields common to configurations of Bailing's hybrids; each `group`-th layer has full attention."""
     return {
         "model_type": "bailing_hybrid",
         "num_hidden_layers": layers,
@@ -91,7 +91,7 @@ def bailing_layer(config: Mapping[str, Any], index: int, attention: Mapping[str,
 
 
 def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return the shapes of latent attention's weights without the output projection, under DeepSeek's names."""
+    """Return the shapes of latent attention's weights without output projection, under DeepSeek's names."""
     heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
     nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
     query = heads * (nope + ROTATED_PART)

@@ -42,9 +42,9 @@ def save_kimi_model(
 ) -> Path:
     """Save a random Kimi-Linear; layers are of type `linear_attention` and `full_attention`.
 
-    `gate_bound`: factor of the sigmoid that gives log decays; `experts`: number of experts in every layer but the
-    first, of which two are chosen, in two of four groups, beside a shared expert; `silent`: attention layers add
-    nothing.
+    `gate_bound`: factor of the sigmoid that gives log decays; `experts`: number of experts in every layer but
+    the first, of which two are chosen, in two of four groups, beside a shared expert; `silent`: attention
+    layers add nothing.
     """
     kinds = [
         [i for i, kind in enumerate(layer_types, 1) if (kind == "linear_attention") == linear]

@@ -1,10 +1,10 @@
 """Tiny random checkpoints on which every part of position-independent caching leaves a trace.
 
 A freshly initialised Qwen3.5 is useless as test data: its gates are so strong that T is zero, its weights so
-small that attention is uniform and the output flat. Here gates follow Mamba's initialisation, so that some heads
-forget within a few tokens and other heads remember hundreds. Projections keep the variance of their input, and
-attention is peaked. By default every second layer is full attention: with full attention in the last layer
-alone, attention of the seam tokens would never reach the output.
+small that attention is uniform and the output flat. Here gates follow Mamba's initialisation, so that some
+heads forget within a few tokens and other heads remember hundreds. Projections keep the variance of their
+input, and attention is peaked. By default every second layer is full attention: with full attention in the
+last layer alone, attention of the seam tokens would never reach the output.
 """
 
 import math
@@ -130,8 +130,8 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif weight.dim() == 3:  # experts [experts, out, in]
             weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
         elif weight.dim() == 2:
-            # Keep the variance, but halve the range of gates, and damp branches with normalised or local output:
-            # attention averages its values, and these branches would drown it.
+            # Keep the variance, but halve the range of gates, and damp branches with normalised or local
+            # output: attention averages its values, and these branches would drown it.
             damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "f_b_proj": 0.5, "f_proj": 0.5}
             damped |= {"down_proj": 0.4, "out_proj": 0.4}
             scale = damped.get(owner, 1.0)

@@ -1,6 +1,6 @@
 """Random checkpoints of Ring and Ling 2.5 (`BailingMoeV2_5ForCausalLM`) and of Ring-linear 2.0
-(`BailingMoeLinearV2ForCausalLM`).  Layers have lightning attention; every `group`-th layer has latent attention
-or grouped-query attention."""
+(`BailingMoeLinearV2ForCausalLM`).  Layers have lightning attention; every `group`-th layer has latent
+attention or grouped-query attention."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def save_ring_model(
 
     `kv_heads`: KV heads of grouped-query attention, as in Ring-linear 2.0; `None` for latent attention;
     `partial_rotary_factor`: for heads of linear layers and of grouped-query attention; `yarn`: factor that
-    stretches positions; `norm_groups`: groups of channels in which outputs of linear layers are normed; `silu`:
-    whether q, k and v of linear layers have a SiLU; `experts`: number of experts in every layer but the first,
-    of which two are chosen, in half of `expert_groups`, beside a shared expert; `silent`: attention of
-    non-linear layers adds nothing.
+    stretches positions; `norm_groups`: groups of channels in which outputs of linear layers are normed;
+    `silu`: whether q, k and v of linear layers have a SiLU; `experts`: number of experts in every layer but
+    the first, of which two are chosen, in half of `expert_groups`, beside a shared expert; `silent`:
+    attention of non-linear layers adds nothing.
     """
     latent = kv_heads is None
     config: dict[str, Any] = {

@@ -74,7 +74,7 @@ def command(module: str = "benchmarks") -> str:
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return the hardware and its load. ``threads``: OpenMP threads of an engine, ``None`` without an engine."""
+    """Return the hardware and its load. ``threads``: OpenMP threads of an engine, ``None`` without one."""
     info = cpu_info()
     return {
         "cpu": info["model"],

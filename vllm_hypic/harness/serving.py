@@ -34,9 +34,9 @@ class ServerError(RuntimeError):
 class Server:
     """A ``vllm serve MODEL OPTIONS...`` process on a free port of 127.0.0.1, as a context manager.
 
-    Entering waits until :attr:`health` answers.  Leaving in any way ends every process of the server's session,
-    and raises :class:`ServerError` if a process survives.  The server also ends with the thread that started it,
-    so that this thread must stay.
+    Entering waits until :attr:`health` answers.  Leaving in any way ends every process of the server's
+    session, and raises :class:`ServerError` if a process survives.  The server also ends with the thread that
+    started the server, so that this thread must stay.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Start, and wait for :attr:`health`; raise :class:`ServerError` if the process ends or time is up."""
+        """Start, and wait for :attr:`health`; raise :class:`ServerError` if the process ends or at timeout."""
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log.write_bytes(b"")

@@ -17,8 +17,8 @@ from ..errors import ConfigError
 from .sizes import SIZES, random_model
 
 CONTEXT = 32768
-"""Least context of engines, in tokens, if the model has as much.  Most benchmarks use the same context, so that
-vLLM's cache of compiled models serves them all."""
+"""Least context of engines, in tokens, if the model has as much.  Most benchmarks use the same context, so
+that vLLM's cache of compiled models serves them all."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def model_folder(name: str) -> Path:
 
 
 def model_name(model: Path) -> str:
-    """Return the name of a model's folder for reports, or the parent folder's name if the name is ``model``."""
+    """Return the folder's name for reports, or the parent folder's name if the folder is called ``model``."""
     found = model.absolute()
     return found.parent.name if found.name == "model" else found.name
 
@@ -214,7 +214,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
 
 
 def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds options of engines, which the command gets as ``engine: EngineSettings``."""
+    """Return a decorator that adds options of engines; the command gets them as ``engine: EngineSettings``."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

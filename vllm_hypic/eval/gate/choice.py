@@ -1,4 +1,4 @@
-"""Candidates for the cheapest link method that is a go: the gate tries them, and servers choose among them."""
+"""Candidates for the cheapest link method that is a go, for the gate to try and for servers to choose from."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Family:
     about: str
     make: Maker
     kind: str | None = None
-    """Kind of question that only a demo model's generator has; ``None``: the family has an English version."""
+    """Kind of question that only a demo model's generator has; ``None`` if an English version exists."""
     documents: int = 8
     tokens: int = 128
     natural: bool = False

@@ -29,7 +29,7 @@ class DataError(ValueError):
 
 
 def read(path: Path, *, limit: int | None = None, words: int = 384) -> list[Task]:
-    """Return the first ``limit`` tasks of the file, with contexts cut into segments of at most ``words`` words.
+    """Return the first ``limit`` tasks of the file, with contexts cut into segments of up to ``words`` words.
 
     A task's family is its ``dataset``, or the file's name without ``.jsonl``.  Raises :class:`DataError`.
     """
