@@ -28,7 +28,7 @@ def configuration_folder(model: str) -> Iterator[Path]:
 
 
 def _write_gguf_configuration(file: Path, folder: Path) -> None:
-    """Write the configuration in a GGUF file's header, read by transformers, as a ``config.json`` for vLLM."""
+    """Write the configuration that transformers reads in a GGUF file's header as vLLM's ``config.json``."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,8 +1,8 @@
 """Finds from a model's configuration alone whether an engine would serve each of its layers.
 
 The engine's own code decides: vLLM builds the model class with the plugin's layers, and with weights on the
-``meta`` device, which has shapes and no numbers.  The pool's geometry takes the cache spec of each layer.  This
-module thus depends on no model's name.
+``meta`` device, which has shapes and no numbers.  The pool's geometry takes the cache spec of each layer.
+This module thus depends on no model's name.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class NotBuilt(Exception):
 
 
 def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Findings:
-    """Return the findings about ``model``, a folder with a configuration, without weights and without an engine.
+    """Return the findings about ``model``, a folder with a configuration; read no weights, start no engine.
 
     ``config.pool_bytes`` and ``config.expected_segment_tokens`` size the pool of the findings;
     ``engine_args``: arguments of vLLM.  Call the function only once in a process, because a process can make
@@ -138,7 +138,7 @@ def _line(error: Exception) -> str:
 
 
 def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCacheSpec | None]]:
-    """Return the layers with a cache spec by name; the spec is ``None`` for a layer that reads another's cache."""
+    """Return the layers by name, with cache specs; a layer that reads another's cache has the spec ``None``."""
     HypicWorker._register_layers()
     with set_current_vllm_config(vllm_config), _one_rank(vllm_config):
         with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -219,7 +219,7 @@ def _judged(
 
 
 def _before_window(layer: AttentionLayerBase, geometry: LayerGeometry, config: HypicConfig) -> int:
-    """Return the bytes of a segment's rows that neither the tail seam nor a row behind it sees in this layer."""
+    """Return the bytes of a segment's rows that neither the tail seam nor later rows see in this layer."""
     window = getattr(layer, "sliding_window", None)
     if window is None or not isinstance(geometry, AttentionGeometry):
         return 0

@@ -69,7 +69,7 @@ def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
 
 
 def send_alone(server: Server, prompt: list[int]) -> tuple[Reply, int]:
-    """Send the prompt to a single server; return the reply, and the number of segments that the server computed.
+    """Send the prompt to a single server; return the reply, and the number of segments that it computed.
     No other request has this salt, so the server must compute all segments."""
     before = server.metrics()
     body = {"prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "cache_salt": "alone"}
@@ -165,7 +165,7 @@ def _pushed(worker: Server, before: dict[str, float]) -> int:
 
 
 def _once_counted(server: Server, before: dict[str, float]) -> dict[str, float]:
-    """Return the metrics once the server has counted another request and holds no pin for it."""
+    """Return the metrics once the server has counted another request and pins no record for it."""
     name = "vllm:hypic_requests_total"
     return server.wait_for_metrics(
         lambda m: m.get(name, 0) > before.get(name, 0) and not m.get("vllm:hypic_pinned", 0)

@@ -98,8 +98,7 @@ def f1(right: Sequence[str], said: Sequence[str]) -> float:
 
 
 def rouge_l(right: Sequence[str], said: Sequence[str]) -> float:
-    """Return the harmonic mean of the longest common subsequence's shares in both texts; 1 if both are empty.
-    """
+    """Return the harmonic mean of the longest common subsequence's shares of both; 1 if both are empty."""
     row = [0] * (len(said) + 1)  # row[j]: longest subsequence common to said[:j] and `right` so far
     for word in right:
         before = row

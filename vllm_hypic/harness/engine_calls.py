@@ -107,8 +107,8 @@ def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mend_stock() -> None:
-    """Give stock vLLM the model classes and, on CPUs, the fixes that the plugin applies for some models.  Stock
-    vLLM could not run these models for comparison otherwise."""
+    """Give stock vLLM the model classes and, on CPUs, the fixes that the plugin applies for some models.
+    Otherwise stock vLLM could not run these models for comparison."""
     from vllm.platforms import current_platform
 
     from .. import models
@@ -274,5 +274,5 @@ def hypic_calls(llm: Any) -> dict[str, int]:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Return the engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
+    """Return the engine core's scheduler; a hypic engine's has the plugin's ``SchedulerSide`` as ``.hypic``."""
     return llm.llm_engine.engine_core.engine_core.scheduler

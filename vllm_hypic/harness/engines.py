@@ -40,7 +40,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """An engine. The constructor starts a process and returns at once; call :meth:`start` before other calls."""
+    """An engine. Making an engine starts a process and returns at once; :meth:`start` must come first."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Prompt:
 
 
 class Writer:
-    """Draws documents from ``vocabulary`` (ids of ordinary tokens); a seed always gives the same documents."""
+    """Draws documents from ``vocabulary`` (ids of ordinary tokens); equal seeds give equal documents."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int) -> None:
         self._vocabulary, self._rng = vocabulary, random.Random(seed)

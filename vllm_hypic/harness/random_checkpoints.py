@@ -55,7 +55,7 @@ def scale(folder: Path, owners: Iterable[str], by: float) -> None:
 
 
 def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
-    """Return fields common to configurations of Bailing's hybrids; each `group`-th layer has full attention."""
+    """Return the fields common to Bailing's hybrids, in which each `group`-th layer has full attention."""
     return {
         "model_type": "bailing_hybrid",
         "num_hidden_layers": layers,

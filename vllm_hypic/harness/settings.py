@@ -214,7 +214,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
 
 
 def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds options of engines; the command gets them as ``engine: EngineSettings``."""
+    """Return a decorator that adds engine options, which the command gets as ``engine: EngineSettings``."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)

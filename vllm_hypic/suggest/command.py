@@ -92,7 +92,7 @@ def suggest(
 
 
 def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> Comparison:
-    """Return a comparison for prompts of ``front_end``; ``block_size``: tokens in a block of vLLM's prefix cache."""
+    """Return a comparison for prompts of ``front_end``; ``block_size``: tokens in a prefix cache's block."""
     from ..engine.segments import Vocabulary
     from ..primitives.context import context_tokens
     from ..primitives.islands import choose_islands

@@ -41,12 +41,12 @@ class Linking:
 
 
 class PrefixCaches:
-    """vLLM's prefix caches of several engines, without eviction: the engines that have a block, by its hash."""
+    """vLLM's prefix caches of several engines, without eviction: the engines that have each block."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._engines: dict[int, int] = {}
-        """Engines that have a block, with a bit for each engine."""
+        """Engines that have a block, by the block's hash, with a bit for each engine."""
         self._count = 0
 
     def add(self) -> int:

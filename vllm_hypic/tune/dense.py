@@ -1,6 +1,6 @@
 """A dense model in transformers, whose rows may see any columns, for records and composed prompts.
 
-The computation is differentiable, batched and without pages, and differs from an engine's in the last bits.
+The computation is differentiable, batched and without pages, and not bit for bit that of an engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 
 class Dense:
-    """A checkpoint with plain RoPE and full attention in every layer.  Raises ``ValueError`` for any other."""
+    """A checkpoint with plain RoPE and full attention in every layer; raises ``ValueError`` otherwise."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self._dtype = dtype
@@ -71,9 +71,9 @@ class Dense:
         """Run rows ``ids [batch, rows]`` over ``seen`` and each other; a row sees columns at or before its
         position in ``positions [rows]``.
 
-        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32 and the rows' columns.
-        With ``draws`` the last result is each column's attention weight ``[columns]``, as mean over layers,
-        batch, heads and rows.
+        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns, and
+        with ``draws`` each column's attention weight ``[columns]`` (else ``None``), as mean over layers, batch,
+        heads and rows.
         """
         before = torch.zeros(0, dtype=torch.long) if seen is None else seen.positions
         cache = DynamicCache()

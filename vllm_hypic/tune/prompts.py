@@ -44,8 +44,8 @@ class Documents:
     leads: tuple[tuple[int, ...], ...]
 
     def prompt(self, rng: random.Random, *, in_order: bool) -> TunePrompt:
-        """Return a prompt: pieces of a text in order with its next tokens, or mixed pieces of several texts with the
-        next tokens of one piece."""
+        """Return a prompt: pieces of a text in order with its next tokens, or mixed pieces of several texts
+        with the next tokens of one piece."""
         text = rng.choice(self.texts)
         if in_order:
             begin = rng.randrange(len(text) - NEEDED + 1)

@@ -38,8 +38,8 @@ class Schedule:
 
 
 class Training:
-    """The training of a context.  ``start``: initial K and V, at positions from 0 on, of batch 1; ``held_out``:
-    prompts by kind."""
+    """The training of a context.  ``start``: initial K and V of batch 1, at positions from 0 on;
+    ``held_out``: prompts by kind."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Training:
         return self._model.run(torch.tensor([ids]), torch.arange(len(ids)), keep=len(prompt.query))[0][0]
 
     def composed(self, prompt: TunePrompt, context: Columns | None) -> Tensor:
-        """Return the scores ``[query, vocabulary]`` with every piece as a record computed behind ``context``."""
+        """Return scores ``[query, vocabulary]`` with every piece as a record computed behind ``context``."""
         lead = torch.tensor([prompt.lead])
         pieces = torch.tensor(prompt.pieces)
         n, each = (0 if context is None else len(context.positions)), pieces.shape[1]
@@ -141,7 +141,7 @@ class Training:
     # -- resuming after an interruption ---------------------------------------------------------
 
     def save(self, path: Path, settings: str) -> None:
-        """Save the training's state atomically; ``settings`` names all settings that a resuming run must share."""
+        """Save the training's state; ``settings`` names all settings that a resuming run must share."""
         partial = path.with_name(path.name + ".partial")
         state = {
             "settings": settings,
@@ -178,8 +178,8 @@ class Training:
 def train(
     training: Training, *, seconds: float, save: Callable[[], None], told: Callable[[float], None]
 ) -> None:
-    """Train until the schedule, the patience or ``seconds`` seconds end.  ``told`` gets each step's loss; ``save``
-    is called every minute."""
+    """Train until the schedule, the patience or ``seconds`` seconds end.  ``told`` gets each step's loss;
+    ``save`` is called every minute."""
     begun = saved = time.monotonic()
     while not training.done and time.monotonic() - begun < seconds:
         told(training.advance())

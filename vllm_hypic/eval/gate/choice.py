@@ -1,4 +1,4 @@
-"""Candidates for the cheapest link method that is a go, for the gate to try and for servers to choose from."""
+"""Candidates for the cheapest link method that is a go: the gate tries, and servers choose, among them."""
 
 from __future__ import annotations
 
