@@ -138,7 +138,7 @@ def _line(error: Exception) -> str:
 
 
 def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCacheSpec | None]]:
-    """Return the layers by name, with cache specs; a layer that reads another's cache has the spec ``None``."""
+    """Return the layers by name, with cache specs; the spec of a layer that reads another's is ``None``."""
     HypicWorker._register_layers()
     with set_current_vllm_config(vllm_config), _one_rank(vllm_config):
         with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):

@@ -78,7 +78,7 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Start, and wait for :attr:`health`; raise :class:`ServerError` if the process ends or time is up."""
+        """Start and wait for :attr:`health`; raise :class:`ServerError` if the process ends or time is up."""
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log.write_bytes(b"")

@@ -71,9 +71,9 @@ class Dense:
         """Run rows ``ids [batch, rows]`` over ``seen`` and each other; a row sees columns at or before its
         position in ``positions [rows]``.
 
-        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns, and
-        with ``draws`` each column's attention weight ``[columns]`` (else ``None``), as mean over layers, batch,
-        heads and rows.
+        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns,
+        and with ``draws`` each column's attention weight ``[columns]``, as mean over layers, batch, heads and
+        rows (else ``None``).
         """
         before = torch.zeros(0, dtype=torch.long) if seen is None else seen.positions
         cache = DynamicCache()
