@@ -49,7 +49,7 @@ class PinRefused(CacheError):
 
 
 class NotAuthorized(CacheError):
-    """The server wants another API key."""
+    """The server refuses the API key."""
 
 
 class SegmentCache:

@@ -59,7 +59,7 @@ def server_options(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def refusals_told() -> Iterator[None]:
-    """What the server refuses is told in one line, exit code 1."""
+    """Turn refusals of the server, and failed connections, into click errors of one line, exit code 1."""
     try:
         yield
     except CacheError as e:

@@ -1,10 +1,10 @@
 """Commands that the cache API sends to the scheduler, and the scheduler's answers.
 
 A command travels as an ordinary engine request, in ``SamplingParams.extra_args["hypic_command"]``.  The
-request's prompt has one token; :class:`Compile` has the segment to warm, :class:`Explain` the request's own
-prompt.  The scheduler ends the request unrun, with the answer in the output's ``kv_transfer_params``.  In the
-front end a command is an instance of a class below, which no client's JSON can become.  The engine's process
-gets plain data and converts the data back to the class.
+request's prompt is a single token, for :class:`Compile` the segment to warm, for :class:`Explain` the
+explained prompt.  The scheduler ends the request unrun, with the answer in the output's
+``kv_transfer_params``.  In the front end a command is an instance of a class below, which no client's JSON
+can become.  The engine's process gets plain data and converts the data back to the class.
 
 The module imports neither vLLM nor torch.
 """

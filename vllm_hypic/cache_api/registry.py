@@ -93,7 +93,7 @@ class Claim:
 
 
 class SegmentRegistry:
-    """Entries of all owners.  Used by one thread.  Every method may raise :class:`RegistryError`."""
+    """Entries of all owners, for use by a single thread.  Every method may raise :class:`RegistryError`."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SegmentRegistry:
     def _open(self) -> sqlite3.Connection:
         if self.path is None:
             return _connect(":memory:")
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts: for this user alone
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts are private
         try:
             return _connect(self.path)
         except sqlite3.OperationalError:

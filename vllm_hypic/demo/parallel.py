@@ -27,7 +27,7 @@ from ..harness.serving import Server, ServerError
 from ..harness.sizes import SIZES, random_model
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
-"""Tokens of the segments, the leading one first."""
+"""Tokens of the segments, the leading segment first."""
 QUESTION = 32
 ANSWER = 8
 CONTEXT = 32768

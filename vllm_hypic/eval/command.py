@@ -218,7 +218,7 @@ def main(
 
 
 for _option in main.params:
-    if _option.name == "size":  # of a random model
+    if _option.name == "size":  # a random model has no answers to compare
         cast(click.Option, _option).hidden = True
 
 

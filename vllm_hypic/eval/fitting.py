@@ -22,7 +22,7 @@ CHAT_TOKENS = 512
 
 
 class TasksError(ValueError):
-    """Tasks that cannot be prompts of the engine."""
+    """The tasks cannot become prompts of the engine."""
 
 
 def fitting(

@@ -21,10 +21,10 @@ class Scores:
     """Scores of an answer: of its text, the best over the right answers, and of its tokens and logprobs."""
 
     contains: bool
-    """The answer holds the words of a right answer, side by side in their order.  Further words of a
+    """Whether the answer holds the words of a right answer, side by side in their order.  Further words of a
     talkative model do no harm."""
     exact: bool
-    """The answer, or its first line, consists of the words of a right answer in their order."""
+    """Whether the answer, or its first line, consists of the words of a right answer in their order."""
     f1: float
     """F1 of the words, 0 to 1, as in SQuAD."""
     rouge_l: float
@@ -34,7 +34,7 @@ class Scores:
     kl: float
     """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
-    """The most likely first token is full recompute's."""
+    """Whether the most likely first token is full recompute's."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Likelihood:
     kl: float
     """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
-    """The most likely first token is full recompute's."""
+    """Whether the most likely first token is full recompute's."""
 
 
 def likelihood(outcome: MethodAnswer, reference: MethodAnswer) -> Likelihood:

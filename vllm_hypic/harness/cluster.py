@@ -283,7 +283,7 @@ class Cluster:
 
 
 def pause(server: Server, *names: str) -> None:
-    """Send SIGSTOP to the server's processes, or only to those with one of ``names`` in the command line."""
+    """Send SIGSTOP to the server's processes, or only to processes named by ``names`` in a command line."""
     found = [p for p in server.processes() if not names or any(n in " ".join(p.cmdline()) for n in names)]
     if not found:
         raise ServerError(f"no process of {shlex.join(server.command)} is named {' or '.join(names)}")

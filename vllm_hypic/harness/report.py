@@ -36,7 +36,7 @@ COLOURS = {"stock": "#7f7f7f", "prefix": "#1f77b4", "cold": "#ff7f0e", "warm": "
 """Colours that mean the same in every plot; other series take matplotlib's colours."""
 
 
-# -- what is recorded --------------------------------------------------------------------------------
+# -- recording ---------------------------------------------------------------------------------------
 
 
 def report(
@@ -74,7 +74,7 @@ def command(module: str = "benchmarks") -> str:
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return the hardware and its load. ``threads``: OpenMP threads of an engine, ``None`` without one."""
+    """Return the hardware and its load. ``threads``: OpenMP threads of an engine, if an engine runs."""
     info = cpu_info()
     return {
         "cpu": info["model"],
@@ -153,7 +153,7 @@ def write_json(path: Path, value: Any) -> None:
         file.write(text)
 
 
-# -- what is shown -----------------------------------------------------------------------------------
+# -- display -----------------------------------------------------------------------------------------
 
 
 def console() -> Console:

@@ -69,7 +69,7 @@ class PrefixCaches:
 
 @dataclass
 class Replay:
-    """An engine with its counts of reused tokens so far."""
+    """Replay of prompts on an engine, with its counts of reused tokens so far."""
 
     linking: Linking
     caches: PrefixCaches

@@ -11,7 +11,7 @@ KIND = "one"
 
 
 def facts(documents: int, tokens: int) -> int:
-    """Return the facts in a demo model's document, which needs at least one fact."""
+    """Return the facts in a demo model's document, which needs at least a single fact."""
     return 1
 
 
