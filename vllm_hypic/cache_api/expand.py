@@ -40,8 +40,8 @@ _Change = Callable[[list[Piece], bool], str]
 
 
 def ids_in(path: str, body: Mapping[str, Any], *, literal: bool = False) -> list[str] | None:
-    """Return the distinct segment ids in the prompts or messages of a request, in order, or ``None`` if the
-    request has neither ids nor parts to replace.
+    """Return the distinct segment ids in the prompts or messages of a request, in order.  A request without
+    ids and parts gives ``None``.
 
     Raises :class:`MisplacedId` for parts that cannot be read.
     """

@@ -1,6 +1,6 @@
 """Finds from a model's configuration alone whether an engine would serve each of its layers.
 
-The engine's own code decides: vLLM builds the model class with the plugin's layers, and with weights on the
+The engine's own code decides.  vLLM builds the model class with the plugin's layers, and with weights on the
 ``meta`` device, which has shapes and no numbers.  The pool's geometry takes the cache spec of each layer.
 This module thus depends on no model's name.
 """

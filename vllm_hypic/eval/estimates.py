@@ -51,8 +51,9 @@ def mean(values: Sequence[float]) -> Estimate:
 def difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     """Return the mean of ``values[i] - reference[i]``, resampled in pairs to cancel differences of prompts.
 
-    The interval is empty if no pair differs, which says little about few prompts: with n prompts, up to
-    3 / n of all prompts may differ.  Raises ``ValueError`` without values or for unequal lengths.
+    The interval is empty if no pair differs.  An empty interval says little about few prompts: with n
+    prompts, up to 3 / n of all prompts may differ.  Raises ``ValueError`` without values or for unequal
+    lengths.
     """
     return mean([a - b for a, b in zip(values, reference, strict=True)])
 

@@ -82,7 +82,7 @@ class Method:
         )
 
     def reusable(self, prompt: Prompt, least: int) -> int:
-        """Return the tokens that surely come from records if segments with ``least`` of them have records."""
+        """Return the tokens that surely come from records; ``least``: tokens that a record needs."""
         if (link := self.linked) is None:
             return 0
         head = len(prompt.head) if len(prompt.head) >= least else 0

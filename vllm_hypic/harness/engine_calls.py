@@ -39,8 +39,8 @@ class Ask:
     """Given answer whose likelihood is measured; its length replaces ``max_tokens``.  The engine needs
     ``FORCING``."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """Parts of a chat request, whose rendered prompt is ``tokens``: the system text, the parts of the user's
-    message, and at last the question with all messages behind it.  Empty for a completion request."""
+    """Parts of a chat request: the system text, the parts of the user's message, and at last the question
+    with all messages behind it.  ``tokens`` is the rendered prompt.  Empty for a completion request."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Answers that are given instead of chosen, to measure the likelihood of a text.
 
-This is a logits processor of vLLM (``LLM(logits_processors=[...])``), loaded by name in the engine's process.
+The engine's process loads this logits processor of vLLM by name (``LLM(logits_processors=[...])``).
 vLLM takes logprobs before processors change logits, and always reports the logprob of the chosen token.  A
 single request thus gives the likelihood of every token of a text, behind all tokens before it.
 """

@@ -97,10 +97,10 @@ def require_close(found: Distance) -> None:
 def require_cold_equals_warm(hypic: Engine, ask: Ask) -> Answer:
     """Ask with nothing cached, then again; require the same bits, and return the warm answer.
 
-    Both requests need the same order of documents.  The documents that share a pass, and the places where
-    passes end within a document, change the last bits of records, as of stock vLLM's KV cache.  vLLM's prefix
-    cache must not serve the first request's stream to the second request: on CPUs that changes the last bits
-    of long streams, also of plain prompts.
+    Both requests need the same order of documents.  The last bits of records, like those of stock vLLM's KV
+    cache, depend on the documents that share a pass, and on the places where passes end.  vLLM's prefix cache
+    must not serve the first request's stream to the second request.  On CPUs a cached stream would change the
+    last bits of long streams, also of plain prompts.
     """
     hypic.call(engine_calls.reset)
     cold = hypic.ask(ask)

@@ -92,7 +92,7 @@ class Comparison:
             candidate.replay.answer(plain, cut, prompt.salt)
 
     def candidates(self) -> list[Candidate]:
-        """Return the candidates that matter for these prompts, the most reuse first."""
+        """Return the candidates that these prompts distinguish, the most reuse first."""
         shown = [self._stock]
         if self.with_separators:
             shown.append(self._off)

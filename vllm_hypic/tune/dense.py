@@ -72,8 +72,8 @@ class Dense:
         position in ``positions [rows]``.
 
         Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns,
-        and with ``draws`` each column's attention weight ``[columns]``, as mean over layers, batch, heads and
-        rows (else ``None``).
+        and each column's attention weight ``[columns]`` (``None`` without ``draws``).  The weights are means
+        over layers, batch, heads and rows.
         """
         before = torch.zeros(0, dtype=torch.long) if seen is None else seen.positions
         cache = DynamicCache()

@@ -28,8 +28,8 @@ NEUTRAL = frozenset(
 
 @dataclass(frozen=True)
 class Subject:
-    """A model as served.  Equal subjects compute the same numbers except for the last bits, which depend on
-    the machine, the number of threads or ranks, compilation, and the division of the pool."""
+    """A model as served.  Equal subjects compute the same numbers except for the last bits.  The last bits
+    depend on the machine, the number of threads or ranks, compilation, and the division of the pool."""
 
     weights: str
     """:func:`~vllm_hypic.fingerprint.fingerprint` of the weights, whatever the folder of the files."""

@@ -76,8 +76,8 @@ def measure(
     one.
 
     ``steps`` counts (task, method) pairs; full recompute and the noise count as methods.  Raises
-    ``EngineError`` if an engine does not start or dies, ``TasksError`` if no prompt fits the context,
-    ``PoolError`` if a prompt does not fit the pool, and :class:`MeasureError`.
+    ``EngineError`` if an engine does not start or dies, ``TasksError`` if no prompt fits the context.  Also
+    raises ``PoolError`` if a prompt does not fit the pool, and :class:`MeasureError`.
     """
     steps.show("starting vLLM with hypic")
     with running(engine := place.hypic()):

@@ -1,4 +1,4 @@
-"""Natural English texts that every machine has: Python's manual and docstrings, READMEs of packages.
+"""Natural English texts that are installed anyway: Python's manual and docstrings, READMEs of packages.
 
 This repository contains no copy of these texts. Installed texts differ between machines: tasks made of them
 are the same on machines with the same :attr:`InstalledTexts.digest`.
