@@ -1,6 +1,6 @@
-"""Answers of the cache API: one form for the scheduler that gives them, HTTP that carries them, and clients.
+"""Answers of the cache API, with the same classes in the scheduler, in the HTTP routes and in clients.
 
-Imports neither vLLM nor torch.
+The module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Place(StrEnum):
     """Where a segment can stand in a prompt."""
 
     INTERIOR = "interior"
-    """Anywhere."""
+    """The segment may stand anywhere."""
     PROMPT = "prompt"
-    """First in a completion prompt: its tokens include what the tokenizer puts before every text."""
+    """The segment begins a completion prompt; its tokens include those that the tokenizer always adds."""
     CHAT = "chat"
-    """First message of a chat: its tokens include what the chat template puts around it."""
+    """The segment is a chat's first message; its tokens include the chat template's around the message."""
 
     @property
     def leading(self) -> bool:
@@ -73,12 +73,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def form(self) -> str:
-        """The text that stands for the segment in prompts and messages."""
+        """Return the text that stands for the segment in prompts and messages."""
         return id_form(self.id)
 
     @property
     def part(self) -> dict[str, str]:
-        """What stands for the segment among the parts of a prompt or of a message's content."""
+        """Return the part that stands for the segment in a prompt or in a message's content."""
         return {"type": SEGMENT_PART, "id": self.id}
 
 
@@ -126,17 +126,17 @@ class PromptPart(msgspec.Struct, frozen=True):
 
     @property
     def start(self) -> int:
-        """Index of its first token in the prompt."""
+        """Return the index of the part's first token in the prompt."""
         return self.runs[0].start
 
     @property
     def stop(self) -> int:
-        """Index behind its last token."""
+        """Return the index behind the part's last token."""
         return self.runs[-1].stop
 
     @property
     def reused(self) -> bool:
-        """Whether the segment has a record already, so that none need be computed."""
+        """Whether the segment has a record already, so that the engine need not compute one."""
         return self.state in ("resident", "pending", "stored")
 
 

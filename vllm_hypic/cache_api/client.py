@@ -4,7 +4,7 @@
         document = cache.compile(text="...", ttl_s=3600)
         prompt = f"You are helpful.{document.form}Who wrote it?"   # for /v1/completions and chat messages
 
-Needs httpx and msgspec alone.
+The client needs only httpx and msgspec.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Keep(Enum):
-    """Marks what a call leaves as it is."""
+    """Type of ``AS_IT_IS``, the argument value that leaves a setting unchanged."""
 
     AS_IT_IS = "as it is"
 
@@ -33,7 +33,7 @@ AS_IT_IS: Final = Keep.AS_IT_IS
 
 
 class CacheError(Exception):
-    """The server refused a call.  ``status``: HTTP status; ``segment_id``: the id that the call was about."""
+    """The server refused a call.  ``status``: the HTTP status; ``segment_id``: the id in the call, if any."""
 
     def __init__(self, status: int, message: str, segment_id: str | None = None) -> None:
         super().__init__(message)
@@ -45,18 +45,18 @@ class SegmentNotFound(CacheError):
 
 
 class PinRefused(CacheError):
-    """The record cannot be pinned: the pool could not serve others then, or there is no record."""
+    """The record cannot be pinned: the segment has no record, or too little of the pool would remain."""
 
 
 class NotAuthorized(CacheError):
-    """The server wants another API key."""
+    """The server refuses the API key."""
 
 
 class SegmentCache:
     """Segments of one tenant (``cache_salt``) on one server.
 
-    Every method raises :class:`CacheError` when the server refuses, ``httpx.TransportError`` when it cannot
-    be reached or takes longer than ``timeout_s``.
+    Every method raises :class:`CacheError` when the server refuses the call.  A server that is unreachable or
+    slower than ``timeout_s`` seconds makes every method raise ``httpx.TransportError``.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class SegmentCache:
         ttl_s: float | Keep | None = AS_IT_IS,
         pinned: bool = False,
     ) -> Segment:
-        """Compute a segment's record; returns when it is resident.  Give exactly one of the first three.
+        """Compute a segment's record, and return the segment when the pool holds the record.
 
-        ``message`` is a chat message (``{"role": ..., "content": ...}``).  The same tokens in the same role
-        have the same id each time.  ``ttl_s``: seconds to live from now; ``None``: until deleted, like a new
-        segment without it.
+        Exactly one of ``text``, ``tokens`` and ``message`` (``{"role": ..., "content": ...}``) must be given.
+        The same tokens in the same role have the same id each time.  ``ttl_s``: seconds to live from now;
+        with ``None``, the default for a new segment, the segment lives until it is deleted.
         """
         body: dict[str, Any] = {"pinned": pinned}
         body |= {} if text is None else {"text": text}
@@ -109,12 +109,12 @@ class SegmentCache:
         return self._call("POST", "/segments", Segment, body=body)
 
     def get(self, segment_id: str, *, content: bool = False) -> Segment:
-        """One segment; ``content``: with its text and tokens.  Raises :class:`SegmentNotFound`."""
+        """Return one segment, with its text and tokens if ``content``.  Raises :class:`SegmentNotFound`."""
         params = {"content": "true"} if content else {}
         return self._call("GET", _path(segment_id), Segment, params=params, segment_id=segment_id)
 
     def list(self, page_size: int = 100) -> Iterator[Segment]:
-        """All segments of the tenant in the order of their ids, fetched page by page."""
+        """Yield all segments of the tenant in the order of their ids, fetched page by page."""
         after: str | None = ""
         while after is not None:
             params = {"after": after, "limit": str(page_size)}
@@ -131,23 +131,25 @@ class SegmentCache:
         return self._change(segment_id, {"pinned": False})
 
     def set_ttl(self, segment_id: str, ttl_s: float | None) -> Segment:
-        """Let it live so many seconds from now; ``None``: until deleted.  Raises :class:`SegmentNotFound`."""
+        """Let the segment live for ``ttl_s`` seconds from now, or with ``None`` until it is deleted.  Raises
+        :class:`SegmentNotFound`."""
         return self._change(segment_id, {"ttl_s": ttl_s})
 
     def delete(self, segment_id: str) -> Segment:
-        """Forget the id and the record everywhere; returns it as it was.  Raises :class:`SegmentNotFound`."""
+        """Delete the id, and the record everywhere; return the deleted segment.  Raises
+        :class:`SegmentNotFound`."""
         return self._call("DELETE", _path(segment_id), Segment, segment_id=segment_id)
 
     def stats(self) -> CacheStats:
-        """Numbers of the whole engine, all tenants together."""
+        """Return numbers of the whole engine, over all tenants."""
         return self._call("GET", "/stats", CacheStats)
 
     def explain(self, request: Mapping[str, Any]) -> Explanation:
-        """What a request would be now; ``request``: the body of a chat or completion request."""
+        """Return how the server would handle ``request`` (the body of a chat or completion request) now."""
         return self._call("POST", "/explain", Explanation, body=request)
 
     def check_health(self) -> None:
-        """Returns when the engine answered a command."""
+        """Return when the engine has answered a command."""
         self._call("GET", "/health", dict)
 
     def _change(self, segment_id: str, body: dict[str, Any]) -> Segment:
@@ -167,7 +169,7 @@ class SegmentCache:
         if response.is_success:
             return msgspec.json.decode(response.content, type=kind)
         kinds = {401: NotAuthorized, 404: SegmentNotFound, 409: PinRefused}
-        # 404 without an id: the server has no such route.
+        # A 404 for a call without an id means that the server lacks the route.
         error = (
             CacheError
             if segment_id is None and response.status_code == 404
@@ -181,7 +183,7 @@ def _path(segment_id: str) -> str:
 
 
 def _message(response: httpx.Response) -> str:
-    """The server's own words, where it has some."""
+    """Return the HTTP status with the message of the server's error, or with the first 500 characters."""
     try:
         error = response.json()["error"]
         message = error if isinstance(error, str) else error["message"]

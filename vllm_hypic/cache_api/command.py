@@ -27,7 +27,7 @@ P = ParamSpec("P")
 
 @dataclasses.dataclass(frozen=True)
 class _Session:
-    """What the options of ``cache`` say."""
+    """Values of the options of ``cache``."""
 
     cache: SegmentCache
     as_json: bool
@@ -53,13 +53,13 @@ SERVER_OPTIONS = (
 
 
 def server_options(command: Callable[P, None]) -> Callable[P, None]:
-    """Gives a command the options ``url``, ``api_key``, ``salt``, ``timeout`` and ``as_json``."""
+    """Give a command the options ``url``, ``api_key``, ``salt``, ``timeout`` and ``as_json``."""
     return reduce(lambda inner, option: option(inner), reversed(SERVER_OPTIONS), command)
 
 
 @contextmanager
 def refusals_told() -> Iterator[None]:
-    """What the server refuses is told in one line, exit code 1."""
+    """Turn refusals of the server, and failed connections, into click errors of one line, exit code 1."""
     try:
         yield
     except CacheError as e:
@@ -83,7 +83,7 @@ def cache(
 
 
 def _command(function: Callable[Concatenate[_Session, P], None]) -> Callable[P, None]:
-    """Makes a command of ``cache``."""
+    """Call ``function`` with the session of ``cache``, and turn the server's refusals into click errors."""
 
     @wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -214,7 +214,7 @@ def stats(session: _Session) -> None:
 
 
 def console() -> Console:
-    """A console of the terminal's width; wide where there is none, so that lines stay whole."""
+    """Return a console of the terminal's width; without a terminal a wide one, so that lines stay whole."""
     return Console(width=None if sys.stdout.isatty() else 200)
 
 
@@ -244,7 +244,7 @@ def _table(segments: Iterable[Segment]) -> Table:
 
 
 def _stats_table(found: CacheStats) -> Table:
-    """One column a tier, one row a number; what a tier does not have is left blank."""
+    """Return a table with a column for each tier and a row for each number; missing numbers stay blank."""
     table = Table()
     table.add_column("")
     for tier in found.tiers:

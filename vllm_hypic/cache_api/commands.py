@@ -1,12 +1,12 @@
-"""Commands of the cache API on their way to the scheduler, and the answers on their way back.
+"""Commands that the cache API sends to the scheduler, and the scheduler's answers.
 
-A command travels as an ordinary engine request: in ``SamplingParams.extra_args["hypic_command"]``, with a
-prompt of one token (:class:`Compile`: the segment to warm; :class:`Explain`: the request's own), and the
-scheduler ends it unrun.  The answer comes back in the output's ``kv_transfer_params``.  In the front end a
-command is an instance of one of these classes, which no JSON of a client can become; the engine's process
-gets plain data and converts it back.
+A command travels as an ordinary engine request, in ``SamplingParams.extra_args["hypic_command"]``.  The
+request's prompt is a single token, for :class:`Compile` the segment to warm, for :class:`Explain` the
+explained prompt.  The scheduler ends the request unrun, with the answer in the output's
+``kv_transfer_params``.  In the front end a command is an instance of a class below, which no client's JSON
+can become.  The engine's process gets plain data and converts the data back to the class.
 
-Imports neither vLLM nor torch.
+The module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from ..segment_parallel.description import Description
 from .answers import CacheStats, Explanation, Place, Segment, SegmentPage, Weights
 
 COMMAND = "hypic_command"
-"""Name of a command among a request's extra arguments."""
+"""Name of the extra argument that holds a request's command."""
 _ANSWER, _FAILURE = "hypic", "hypic_failure"
-"""Names of an answer in an output's ``kv_transfer_params``."""
+"""Names of an answer and of a failure in an output's ``kv_transfer_params``."""
 
 MOST_RESOLVED, MOST_RESOLVED_TOKENS = 64, 1 << 16
-"""Ids, and about as many tokens, that one :class:`Resolve` looks up: the engine's next step waits for it."""
+"""Limits on ids, and roughly on tokens, of a :class:`Resolve`, for which the engine's next step waits."""
 MOST_IDS = 1024
-"""Different ids in one request."""
+"""Limit on the distinct ids in a request."""
 
 Ttl = float | None | UnsetType
-"""Seconds from now; ``None``: lives until deleted; ``UNSET``: as it is."""
+"""Seconds to live from now; ``None``: until deletion; ``UNSET``: the time to live stays unchanged."""
 
 
 class Command(msgspec.Struct, tag_field="op", frozen=True, forbid_unknown_fields=True):
-    """A command; the request's own ``cache_salt`` says whose segments it is about."""
+    """A command about the segments of the tenant that the request's own ``cache_salt`` names."""
 
 
 class Compile(Command, tag="compile", frozen=True):
-    """Warm the segment that the request's prompt holds and give it an id.  Answer: :class:`Segment`."""
+    """Warm the segment in the request's prompt, and give the segment an id.  Answer: :class:`Segment`."""
 
     place: Place
     text: str | None = None
@@ -46,11 +46,11 @@ class Compile(Command, tag="compile", frozen=True):
     ttl_s: Ttl = UNSET
     pin: bool = False
     id: str | None = None
-    """The id that another replica gave it; ``None``: a new one, or that which it has here."""
+    """The id from another replica; with ``None`` the segment keeps its id here, or gets a new id."""
 
 
 class Show(Command, tag="show", frozen=True):
-    """Answer: :class:`Segment`, with what it stands for if ``content``."""
+    """Answer: :class:`Segment`, with its text and tokens if ``content``."""
 
     id: str
     content: bool = False
@@ -64,7 +64,7 @@ class Page(Command, tag="page", frozen=True):
 
 
 class Change(Command, tag="change", frozen=True):
-    """Change time to live, or take the pin away.  Answer: :class:`Segment`."""
+    """Change the time to live, or remove the pin.  Answer: :class:`Segment`."""
 
     id: str
     ttl_s: Ttl = UNSET
@@ -72,13 +72,13 @@ class Change(Command, tag="change", frozen=True):
 
 
 class Delete(Command, tag="delete", frozen=True):
-    """Forget the id, and its record everywhere.  Answer: :class:`Segment`, as it was."""
+    """Delete the id, and the segment's record everywhere.  Answer: the deleted :class:`Segment`."""
 
     id: str
 
 
 class Resolve(Command, tag="resolve", frozen=True):
-    """Say what the first ids stand for, as many as one step may look up.  Answer: :class:`Resolved`."""
+    """Look up the contents of the first ids, within the limits of one step.  Answer: :class:`Resolved`."""
 
     ids: list[str]
 
@@ -92,22 +92,22 @@ class Describe(Command, tag="describe", frozen=True):
 
 
 class NameWeights(Command, tag="name_weights", frozen=True):
-    """Begin the generation of records of the weights of this name, unless it is the present one.  Answer:
-    :class:`Weights`."""
+    """Begin a generation of records for the weights called ``name``, unless that name is the present one.
+    Answer: :class:`Weights`."""
 
     name: str
 
 
 class Explain(Command, tag="explain", frozen=True):
-    """Say what the request, which is complete but for this command, would be.  Answer: :class:`Explanation`,
-    without texts."""
+    """Plan the request that carries this command, and do not run it.  Answer: :class:`Explanation` without
+    texts."""
 
 
 AnyCommand = Compile | Show | Page | Change | Delete | Resolve | Report | Describe | NameWeights | Explain
 
 
 class Content(msgspec.Struct, frozen=True):
-    """``text``, or ``token_ids`` where the segment was compiled from tokens."""
+    """Content of a segment: ``text``, or ``token_ids`` if the segment was compiled from tokens."""
 
     place: Place
     text: str | None
@@ -115,15 +115,15 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True):
-    """What the first of the ids stand for; ids that are neither in ``contents`` nor in ``unknown`` were not
-    looked up: ask for them again."""
+    """Contents of the first ids of a :class:`Resolve`.  Ids that are neither in ``contents`` nor in
+    ``unknown`` were not looked up: the client must ask for these ids again."""
 
     contents: dict[str, Content]
     unknown: list[str]
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The command was refused; ``status`` is the HTTP status that says so."""
+    """The engine refused the command; ``status`` is the HTTP status for the client."""
 
     status: int
     message: str
@@ -136,12 +136,12 @@ _Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Descrip
 
 
 class BadAnswer(RuntimeError):
-    """The engine's answer is none that belongs to the command."""
+    """The engine's answer does not belong to the command."""
 
 
 def take_command(extra_args: dict[str, Any]) -> tuple[AnyCommand | Failure | None, dict[str, Any]]:
-    """Split a request's extra arguments, as the scheduler gets them, into the command and the others; a
-    damaged command is a failure, ``None``: there is none."""
+    """Split a request's extra arguments, as the scheduler gets them, into the command and all others.  A
+    damaged command becomes a :class:`Failure`; a request without a command gives ``None``."""
     others = {name: value for name, value in extra_args.items() if name != COMMAND}
     found = extra_args.get(COMMAND)
     if found is None or isinstance(found, AnyCommand):
@@ -154,17 +154,17 @@ def take_command(extra_args: dict[str, Any]) -> tuple[AnyCommand | Failure | Non
 
 
 def is_command(value: object) -> bool:
-    """Whether ``value`` is a command made in this process, as opposed to a client's imitation."""
+    """Whether ``value`` is a command made in this process, and not a client's imitation."""
     return isinstance(value, AnyCommand)
 
 
 def pack(answer: Answer) -> dict[str, Any]:
-    """The answer as plain data."""
+    """Return the answer as plain data."""
     return {_FAILURE if isinstance(answer, Failure) else _ANSWER: msgspec.to_builtins(answer)}
 
 
 def unpack(packed: dict[str, Any] | None, wanted: type[_Wanted]) -> _Wanted | Failure:
-    """The inverse of :func:`pack`; raises :class:`BadAnswer` for anything else."""
+    """Undo :func:`pack`; raise :class:`BadAnswer` for any other data."""
     found = packed or {}
     try:
         if _FAILURE in found:

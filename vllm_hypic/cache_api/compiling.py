@@ -1,7 +1,7 @@
-"""Turns what a client wants compiled into the tokens that its use in a prompt will have.
+"""Turns a client's text, tokens or message into the tokens that the segment will have in prompts.
 
-The smallest prompt in which the segment stands as it will is rendered by vLLM's own tokenisation route; the
-piece between the separators is the segment.
+vLLM's own tokenisation route renders the smallest prompt with the segment in its later place.  The tokens
+between this prompt's separators are the segment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rewriting import carrying
 
 @dataclass(frozen=True)
 class Compilable:
-    """``tokens`` is the whole segment; an id stands for ``text``, or else for ``tokens[bare_from:]``."""
+    """A segment to compile, of all ``tokens``; the id stands for ``text``, or else ``tokens[bare_from:]``."""
 
     place: Place
     tokens: list[int]
@@ -34,7 +34,7 @@ class Compilable:
 
 
 async def compilable(body: CompileRequest, control: Control, request: Request) -> Compilable:
-    """Raises ``HTTPException`` (400) naming what is not allowed."""
+    """Return the segment of a request; raise ``HTTPException`` (400) that names a value not allowed."""
     tokenization: ServingTokenization = request.app.state.serving_tokenization
     renderer = _Renderer(tokenization, request, control)
     if body.tokens is not None:
@@ -97,7 +97,7 @@ def _checked_text(name: str, text: str, control: Control) -> str:
 
 
 class _Renderer:
-    """Tokens of minimal prompts, cut at their separators."""
+    """Renders minimal prompts, and returns their tokens cut at the separators."""
 
     def __init__(self, tokenization: ServingTokenization, request: Request, control: Control) -> None:
         self._tokenization, self._request, self._control = tokenization, request, control
@@ -112,8 +112,9 @@ class _Renderer:
         return tokens[: tokens.index(self._sep_id)]
 
     async def chat_start(self, role: str, text: str) -> list[int]:
-        """Tokens up to the first separator of a chat that begins with the message.  It comes right after a
-        user's text; after a system message it is the first thing that the user says."""
+        """Return the tokens before the first separator of a chat that begins with the message.
+
+        The separator ends the text of a user's message; after any other message it begins the user's next."""
 
         def messages(sep: str) -> list[dict[str, str]]:
             if role == "user":
@@ -130,7 +131,7 @@ class _Renderer:
         return tokens[: tokens.index(self._sep_id)]
 
     async def _tokens(self, body: Callable[[str], dict[str, Any]]) -> list[int]:
-        """``body``: of a tokenise request, for the text of a separator."""
+        """Render a prompt; ``body`` makes the body of a tokenise request from the text of a separator."""
         seal = Seal()
         public, written = body(self._control.config.token_texts.sep), body(self._control.texts(seal).sep)
         chat = "messages" in public

@@ -44,7 +44,7 @@ _Wanted = TypeVar("_Wanted", Segment, SegmentPage, Resolved, CacheStats, Descrip
 
 
 class CommandFailed(Exception):
-    """A command was refused, or never answered; ``status`` is the HTTP status that says so."""
+    """The engine refused a command, or gave no answer; ``status`` is the HTTP status for the client."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -52,7 +52,7 @@ class CommandFailed(Exception):
 
 
 def unsupported(engine: EngineClient) -> str | None:
-    """Why this engine takes no commands; ``None`` when it does."""
+    """Return why this engine takes no commands, or ``None`` if it does."""
     config = engine.vllm_config
     if own_options(config.kv_transfer_config) is None:
         return "the server runs without --attention-backend hypic"
@@ -69,10 +69,10 @@ def unsupported(engine: EngineClient) -> str | None:
 
 
 class Control:
-    """One API server's line to its engine.  Several API servers may share it: the ids are the engine's.
+    """An API server's connection to its engine; several API servers may share the engine, which owns the ids.
 
-    Of data-parallel engines each executes every command, so that any of them may get a request.  The first
-    does so before the others and says which id a segment has: they agree whatever comes in at once.
+    Each data-parallel engine executes every command, so that any engine may get a request.  The first engine
+    executes a command before all others and chooses a segment's id, so that concurrent commands agree.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -84,32 +84,32 @@ class Control:
         self.literal = self.config.token_texts.literal
         self._tokenizer: Any = engine.renderer.get_tokenizer()
         self.max_chars_per_token: int = self._tokenizer.max_chars_per_token
-        # Stands in for a prompt where there is none: any token that is no primitive.
+        # A command needs a prompt: any token that is no primitive will do.
         self._nothing = [next(t for t in range(4) if self.ids.marker(t) is None)]
 
     @property
     def max_segment_tokens(self) -> int:
-        """Longest segment: with two separators it is a prompt that vLLM takes for one more token."""
+        """Return the longest segment's tokens: two separators and one generated token must fit, too."""
         return self.max_model_len - 3
 
     def texts(self, seal: Seal) -> PrimitiveTexts:
-        """What is written for primitives in the prompts of a request."""
+        """Return the texts that stand for primitives in the prompts of a request."""
         return seal.texts(self.ids) if self.literal else self.config.token_texts
 
     async def compile(self, command: Compile, tokens: list[int], salt: str | None) -> Segment:
-        """Returns when the segment's record is resident.  Raises :class:`CommandFailed`."""
+        """Warm and return a segment, once the pool holds the record.  Raises :class:`CommandFailed`."""
         before = [] if command.place.leading else [self.ids.sep]
         return await self._everywhere(command, Segment, _input([*before, *tokens, self.ids.sep], salt))
 
     async def send(self, command: AnyCommand, wanted: type[_Wanted], salt: str | None) -> _Wanted:
-        """The scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
+        """Return the scheduler's answer, one engine step later.  Raises :class:`CommandFailed`."""
         prompt = _input(self._nothing, salt)
         if isinstance(command, (Resolve, Describe)):
             return _unless_failed(await self._ask(command, wanted, prompt, replica=0))
         return await self._everywhere(command, wanted, prompt)
 
     async def _everywhere(self, command: AnyCommand, wanted: type[_Wanted], prompt: Any) -> _Wanted:
-        """Have all replicas execute the command, also when who asked goes in between."""
+        """Let all replicas execute the command, also when the client disconnects meanwhile."""
         if self._replicas == 1:
             return _unless_failed(await self._ask(command, wanted, prompt))
         return _unless_failed(await asyncio.shield(self._of_replicas(command, wanted, prompt)))
@@ -122,8 +122,8 @@ class Control:
         if isinstance(command, Compile):
             known = first.id if isinstance(first, (Segment, Failure)) else None
             if known is None:
-                return first  # it has no id
-            # A pin that was refused is asked for nowhere else.
+                return first  # the segment has no id
+            # A refused pin is not asked for on the other replicas.
             command = replace(command, id=known, pin=command.pin and not isinstance(first, Failure))
         elif isinstance(first, Failure) and not isinstance(command, Delete):
             return first
@@ -132,15 +132,15 @@ class Control:
         )
         answer = first if isinstance(first, Failure) else joined(first, others)
         if isinstance(command, Compile) and command.pin and isinstance(answer, Failure):
-            # Pinned everywhere, or nowhere.
+            # A record must be pinned on every replica, or on none.
             assert known is not None
             unpin = Change(known, unpin=True)
             await self._of_replicas(unpin, Segment, _input(self._nothing, prompt.get("cache_salt")))
         return answer
 
     async def explain(self, prompt: Any, params: SamplingParams, lora: LoRARequest | None) -> Explanation:
-        """What the request of these arguments of ``generate`` would be, which is not run.  ``prompt``: an
-        engine input with token ids.  Raises :class:`CommandFailed`, and what ``generate`` does."""
+        """Return the plan of the request with these arguments of ``generate``, and do not run the request.
+        ``prompt``: an engine input with token ids.  Raises :class:`CommandFailed` and errors of vLLM."""
         params = params.clone()
         params.n, params.output_kind = 1, RequestOutputKind.FINAL_ONLY
         found = _unless_failed(await self._ask(Explain(), Explanation, prompt, params, lora))
@@ -160,8 +160,8 @@ class Control:
         return TokenTexts(self._tokenizer)
 
     async def resolve(self, ids: list[str], salt: str | None) -> Resolved:
-        """What different ids stand for, or the first unknown ones among them; each step of the engine looks
-        some up.  Raises :class:`CommandFailed`, also for too many."""
+        """Return the contents of distinct ids, or the first unknown ids, looked up over several engine steps.
+        Raises :class:`CommandFailed`, also for more than ``MOST_IDS`` ids."""
         if len(ids) > MOST_IDS:
             raise CommandFailed(
                 Failure(400, f"{len(ids)} segment ids in the request: expected at most {MOST_IDS}")
@@ -182,11 +182,11 @@ class Control:
         *,
         replica: int | None = None,
     ) -> _Wanted | Failure:
-        """The answer of one engine, which vLLM chooses where none is named."""
+        """Return the answer of the engine ``replica``, or of an engine that vLLM chooses."""
         params = params or SamplingParams(
             max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        # A client's imitation stays, and is refused.
+        # A command that the client forged stays in place, and the scheduler refuses it.
         params.extra_args = {COMMAND: command, **(params.extra_args or {})}
         last = None
         request_id = f"hypic-{type(command).__name__.lower()}-{uuid.uuid4().hex}"

@@ -1,8 +1,8 @@
-"""Puts what ids and parts stand for in their place, in the prompts of completion, chat and tokenise requests.
+"""Replaces ids and parts by their contents in the prompts of completion, chat and tokenise requests.
 
-An id stands for its segment *with* the separators that make it one; separators that are there already are not
-doubled, so ``system ID1 ID2 question`` is ``system SEP text1 SEP text2 SEP question``.  Ids stand in texts,
-or among the parts of a prompt or content, as separators may; where text is literal, only there.
+An id stands for its segment *with* the separators around the segment.  Separators that are there already are
+not doubled, so ``system ID1 ID2 question`` is ``system SEP text1 SEP text2 SEP question``.  Ids, like
+separators, stand in texts or among the parts of a prompt or content; with literal text only among the parts.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .rewriting import Rewriting
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
 PATHS = (COMPLETIONS, CHAT, TOKENIZE)
-"""Routes in whose bodies ids and parts are replaced."""
+"""Routes whose request bodies may hold ids and parts."""
 
 
 class MisplacedId(ValueError):
-    """An id or a part stands where it cannot be what it is meant for; the message names it."""
+    """An id or a part stands in a place that does not allow it; the message names the id or part."""
 
 
 @dataclass(frozen=True)
 class SegmentId:
-    """An id, as opposed to a text."""
+    """An id of a segment, distinct in type from a text."""
 
     value: str
 
@@ -40,8 +40,8 @@ _Change = Callable[[list[Piece], bool], str]
 
 
 def ids_in(path: str, body: Mapping[str, Any], *, literal: bool = False) -> list[str] | None:
-    """The distinct segment ids in the prompts or messages of a request, in order; ``None``: there is nothing
-    to replace.
+    """Return the distinct segment ids in the prompts or messages of a request, in order.  A request without
+    ids and parts gives ``None``.
 
     Raises :class:`MisplacedId` for parts that cannot be read.
     """
@@ -59,7 +59,7 @@ def ids_in(path: str, body: Mapping[str, Any], *, literal: bool = False) -> list
 def shown(
     path: str, body: Mapping[str, Any], texts: PrimitiveTexts, *, literal: bool = False
 ) -> dict[str, Any]:
-    """The body as vLLM reads it: with ``texts``, the public ones, and the forms of ids, in place of parts."""
+    """Return the body as vLLM reads it, with the public ``texts`` and the forms of ids in place of parts."""
 
     def text(piece: Piece) -> str:
         if isinstance(piece, str):
@@ -78,10 +78,10 @@ def expand(
     *,
     literal: bool = False,
 ) -> dict[str, Any]:
-    """The body with every id and part replaced; ``contents`` has all ids, ``texts`` is what to write for
-    primitives, and ``seal`` writes tokens.
+    """Return a copy of the body with every id and part replaced.
 
-    Raises :class:`MisplacedId`.  Does not change ``body``.
+    ``contents`` holds all ids, ``texts`` the texts of primitives; ``seal`` writes tokens.  Raises
+    :class:`MisplacedId`.
     """
     chat, hidden = _is_chat(path, body), list[str]()
 
@@ -98,7 +98,7 @@ def expand(
 
 
 def rewriting(path: str, public: Mapping[str, Any], written: Mapping[str, Any], seal: Seal) -> Rewriting:
-    """From what :func:`shown` gave to what :func:`expand` did."""
+    """Return the rewriting from ``public`` (of :func:`shown`) to ``written`` (of :func:`expand`)."""
     if _is_chat(path, public):
         return Rewriting(True, public["messages"], written["messages"], seal)
     return Rewriting(False, _prompts(public["prompt"]), _prompts(written["prompt"]), seal)
@@ -109,7 +109,7 @@ def _prompts(value: Any) -> list[dict[str, Any]]:
 
 
 def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool) -> Iterator[str]:
-    """What of it is not written as its own text, and why."""
+    """Yield the pieces that are not written as their own text, each with the reason."""
     for piece in pieces:
         if isinstance(piece, SegmentId) and contents[piece.value].text is None:
             yield f"segment {piece.value!r}, which was compiled from tokens: compile it from text"
@@ -126,7 +126,7 @@ def _expanded(
     chat: bool,
     first: bool,
 ) -> str:
-    """``first``: the pieces stand first in their prompt (or in their chat's first message)."""
+    """Return the text of the pieces; ``first``: the pieces begin a prompt, or a chat's first message."""
     out, sep = "", texts.sep
     for piece, after in zip_longest(pieces, pieces[1:]):
         if isinstance(piece, str):
@@ -146,7 +146,7 @@ def _expanded(
         elif not out.endswith(sep):
             out += sep
         out += content.text if content.text is not None else seal.tokens(content.token_ids)
-        # A system message is followed by what the template puts after it, and the segment goes on in there.
+        # The template puts text after a system message; this text belongs to the segment.
         open_end = content.place is Place.CHAT and not isinstance(after, str | Marker)
         closed = after is Marker.SEP or (isinstance(after, str) and after.startswith(sep))
         if not open_end and not closed:
@@ -174,8 +174,8 @@ def _is_chat(path: str, body: Mapping[str, Any]) -> bool:
 
 
 def _rewrite(chat: bool, body: Mapping[str, Any], change: _Change, literal: bool) -> dict[str, Any]:
-    """A copy of the body with each text, and each run of texts around our parts, replaced by ``change(pieces,
-    stands first)``."""
+    """Return a copy of the body in which ``change(pieces, stands first)`` replaces each text, and each run of
+    texts that parts of this API join."""
     name = "messages" if chat else "prompt"
     if name not in body:
         return dict(body)
@@ -212,7 +212,7 @@ def _message(message: Any, change: _Change, literal: bool, first: bool) -> Any:
 
 
 def _contents(parts: list[Any], change: _Change, literal: bool, first: bool) -> Iterator[Any]:
-    """The parts, each run of texts that ours join as one text."""
+    """Yield the parts, with each run of texts that parts of this API join as one text."""
     runs: list[list[Any]] = []
     for before, part in zip([None, *parts], parts, strict=False):
         joins = is_part(part) or is_part(before)
@@ -233,7 +233,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _pieces(part: Any, literal: bool) -> list[Piece]:
-    """What a text, a part of text, or a part of ours says; nothing where a text is empty."""
+    """Return the pieces of a text, a text part or a part of this API; an empty text has no pieces."""
     if is_part(part):
         if (marker := MARKER_PARTS.get(part["type"])) is not None:
             return [marker]
@@ -244,6 +244,6 @@ def _pieces(part: Any, literal: bool) -> list[Piece]:
     text = part if isinstance(part, str) else part["text"]
     if literal:
         return [text] if text else []
-    # Texts at even places, ids at odd ones.
+    # The split puts texts at even indices, ids at odd indices.
     found = [SegmentId(p) if i % 2 else p for i, p in enumerate(ID_FORM.split(text))]
     return [p for p in found if p != ""]

@@ -1,4 +1,4 @@
-"""``vllm-hypic explain FILE``: prints what a request would be, in colours."""
+"""``vllm-hypic explain FILE``: prints, in colours, how the server would handle a request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STYLES = {
     "separators": "dim",
 }
 _VISIBLE = {c: 0x2400 + c for c in range(32) if c not in b"\t\n"} | dict.fromkeys(range(127, 160), 0x2421)
-"""Control characters as pictures: prompts are others' texts, and must not steer the terminal."""
+"""Visible pictures of control characters: text in a prompt must not control the terminal."""
 
 
 @click.command()
@@ -63,7 +63,7 @@ def explain(
 
 
 def _body(text: str, name: str) -> dict[str, Any]:
-    """The request that a file holds."""
+    """Return the request body in a file; text that is no request body becomes a prompt."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as e:

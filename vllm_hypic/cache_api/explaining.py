@@ -1,7 +1,7 @@
-"""What vLLM would give its engine for the body of a chat or completion request.
+"""Finds the arguments that vLLM would give its engine for the body of a chat or completion request.
 
-vLLM's own serving object handles the request, in front of an engine that only listens: so templates, tools,
-adapters, defaults and refusals are the real ones.
+vLLM's own serving object handles the request, with a stand-in engine that only notes the call.  Templates,
+tools, adapters, defaults and refusals are thus those of a real request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .rewriting import carrying
 
 @dataclass(frozen=True)
 class Asked:
-    """Arguments of the engine's ``generate``; ``prompt`` is an engine input."""
+    """Arguments of a call of the engine's ``generate``; ``prompt`` is an engine input."""
 
     prompt: Any
     params: SamplingParams
@@ -34,14 +34,14 @@ class Asked:
 
 
 class _Heard(Exception):
-    """Ends the handling of a request where the engine would begin."""
+    """Ends the handling of a request at the call of the engine."""
 
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
 
 
 class _Listener:
-    """The engine but for :meth:`generate`."""
+    """The engine with a :meth:`generate` that raises :class:`_Heard`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -54,7 +54,9 @@ class _Listener:
 
 
 async def asked(body: dict[str, Any], control: Control, request: Request) -> Asked:
-    """Raises ``HTTPException``, :class:`.control.CommandFailed` and vLLM's own errors for what is refused."""
+    """Return the arguments that vLLM would give the engine for ``body``.
+
+    Raises ``HTTPException``, :class:`.control.CommandFailed` and vLLM's own errors for refused requests."""
     chat, state = "messages" in body, request.app.state
     if chat == ("prompt" in body):
         raise HTTPException(

@@ -1,11 +1,11 @@
-"""What stands in a text for a segment: its id, as clients write it, and tokens, as the server writes them.
+"""Forms in a text that stand for a segment: the id, which clients write, and tokens, which the server writes.
 
-``<|hypic_segment:ID|>`` is replaced by what the id stands for before a prompt is tokenised.  Where that is
-tokens, not text, they are written as ``<|hypic_tokens:SEAL:DATA|>``, which the tokenizer reads back,
-whichever copy of the tokenizer it is.  A seal is a secret of one request.  It counts in that request's own
-context, while its prompts are rendered: to others, and once the answer begins, it is text like any other.
+The segment's content replaces ``<|hypic_segment:ID|>`` before a prompt is tokenised.  Content of tokens, not
+text, is written as ``<|hypic_tokens:SEAL:DATA|>``, and every copy of the tokenizer reads the tokens back.  A
+seal is a secret of one request.  The seal is valid in that request's own context while the prompts are
+rendered; in other contexts, and once the answer begins, the form is ordinary text.
 
-Imports neither vLLM nor torch.
+The module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ ID_FORM = re.compile(r"<\|hypic_segment:([^<>|]{1,200})\|>")
 _TOKENS_FORM = re.compile(r"<\|hypic_tokens:([0-9a-f]{32}):([A-Za-z0-9+/]*)\|>")
 _HINT = "<|hypic_"
 MAX_TOKEN_ID = 2**24 - 1
-"""Three bytes a token: four characters of text."""
+"""Largest token id: a token takes three bytes, which are four characters of text."""
 
 _counts: ContextVar[str] = ContextVar("seal", default="")
-"""The secret of the seal that counts in this context."""
+"""The secret of the seal that is valid in this context."""
 _own = set[str]()
 """The secret of the seal that :func:`own_seal` made, if this process has one."""
 
 
 class UnresolvedId(ValueError):
-    """A text with segment ids reached the tokenizer: nobody on its way knew what they stand for."""
+    """A text with segment ids reached the tokenizer, because no earlier step replaced the ids."""
 
 
 def id_form(segment_id: str) -> str:
-    """The text that stands for a segment in prompts and messages."""
+    """Return the text that stands for a segment in prompts and messages."""
     return f"<|hypic_segment:{segment_id}|>"
 
 
 class Seal:
-    """Writes tokens into texts.  Tokenizers read them inside ``with seal:``; anywhere else they are text."""
+    """Writes tokens into texts.  Tokenizers read the tokens inside ``with seal:``, and text elsewhere."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(16)
@@ -60,7 +60,7 @@ class Seal:
         _counts.reset(self._before)
 
     def tokens(self, tokens: Sequence[int]) -> str:
-        """What is read as ``tokens`` (each at most ``MAX_TOKEN_ID``)."""
+        """Return the text that tokenizers read as ``tokens`` (each at most ``MAX_TOKEN_ID``)."""
         words = array("I", [*tokens, _checksum(tokens)])
         data = words.tobytes()
         packed = bytearray(3 * len(words))
@@ -69,13 +69,13 @@ class Seal:
         return f"<|hypic_tokens:{self.secret}:{base64.b64encode(bytes(packed)).decode()}|>"
 
     def texts(self, ids: PrimitiveIds) -> PrimitiveTexts:
-        """What is read as primitives, even where text is literal."""
+        """Return the texts that tokenizers read as primitives, also with literal text."""
         return PrimitiveTexts(self.tokens([ids.sep]), self.tokens([ids.pdep]), self.tokens([ids.pad]))
 
 
 @cache
 def own_seal() -> Seal:
-    """The seal of a process that writes its own prompts; the seal counts in all of the process.
+    """Return the seal of a process that writes its own prompts; the seal is valid in the whole process.
 
     No server calls this function.
     """
@@ -85,13 +85,13 @@ def own_seal() -> Seal:
 
 
 def public_text(text: str, decode: Callable[[list[int]], str]) -> str:
-    """``text`` as others may see it: with the texts of tokens that are written in it now."""
+    """Return ``text`` without seals: the texts of tokens replace the written forms of these tokens."""
     parts = split_forms(text, literal=True)
     return "".join(part if isinstance(part, str) else decode(list(part.ids)) for part in parts)
 
 
 def has_forms(text: str, *, literal: bool = False) -> bool:
-    """Whether :func:`split_forms` has anything to do."""
+    """Whether ``text`` holds forms that :func:`split_forms` splits off or refuses."""
     if _HINT not in text:
         return False
     return (not literal and ID_FORM.search(text) is not None) or next(_written(text), None) is not None
@@ -99,7 +99,7 @@ def has_forms(text: str, *, literal: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class WrittenTokens:
-    """Tokens written in a text, where they take ``n_chars`` characters."""
+    """Tokens written in a text, whose form takes ``n_chars`` characters."""
 
     ids: tuple[int, ...]
     n_chars: int
@@ -108,8 +108,8 @@ class WrittenTokens:
 def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens]:
     """Cut ``text`` at the tokens written in it.
 
-    What only looks like tokens, or does not count here, stays text.  Raises
-    :class:`UnresolvedId` for an id, which is text like any other if text is ``literal``.
+    A form with another seal, or none that is valid here, stays text.  An id raises :class:`UnresolvedId`,
+    unless text is ``literal``: then an id is ordinary text.
     """
     if _HINT not in text:
         return [text]
@@ -131,7 +131,7 @@ def split_forms(text: str, *, literal: bool = False) -> list[str | WrittenTokens
 
 
 def _written(text: str) -> Iterator[re.Match[str]]:
-    """Where tokens are written that count here."""
+    """Yield the forms of tokens in ``text`` whose seal is valid here."""
     counts = _counts.get()
     return (m for m in _TOKENS_FORM.finditer(text) if m[1] == counts or m[1] in _own)
 

@@ -1,4 +1,4 @@
-"""Executes commands of the cache API: keeps the segment registry, and the store in step with it."""
+"""Executes commands of the cache API: updates the segment registry, and the store to match the registry."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm.hypic.commands")
 
 
 class RecordState(Protocol):
-    """Where a record is: in the pool (``resident``), on its way there, in a tier below (``stored``)."""
+    """A record's place: in the pool (``resident``), on its way (``pending``), in a tier (``stored``)."""
 
     @property
     def resident(self) -> bool: ...
@@ -53,33 +53,33 @@ class RecordState(Protocol):
 
 
 class Records(Protocol):
-    """What the handler does to records.  Keys without a record are no errors."""
+    """Operations of the handler on records.  A key without a record is no error."""
 
     def pin_record(self, key: SegmentKey, tokens: int, *, leading: bool, tenant: str) -> None:
-        """Keep the record of a segment of so many tokens in the pool, also when it comes later.
-        ``ValueError`` with the reason when the pool could then not serve others, or the tenant has its part.
-        """
+        """Keep the record of a segment of ``tokens`` tokens in the pool, also if the record comes later.
+        Raises ``ValueError`` with the reason if the pool has too little room for other requests, or if the
+        tenant has its share already."""
 
     def unpin_record(self, key: SegmentKey) -> None: ...
 
     def drop_record(self, key: SegmentKey) -> None:
-        """Forget it everywhere, in the pool as soon as nobody uses it."""
+        """Delete the record everywhere; the pool deletes the record when no request uses it."""
 
     def expire_record(self, key: SegmentKey, at: float | None) -> None:
-        """Forget it everywhere at that time (seconds since the epoch)."""
+        """Delete the record everywhere at the time ``at`` (seconds since the epoch)."""
 
     def record_state(self, key: SegmentKey) -> RecordState: ...
 
     def pool_stats(self) -> dict[str, float]:
-        """Numbers of the pool."""
+        """Return numbers of the pool."""
 
     def store_stats(self) -> dict[str, dict[str, float]]:
-        """Numbers of each tier."""
+        """Return numbers of each tier."""
 
 
 @dataclass(frozen=True)
 class _Compiling:
-    """A segment that is being warmed, and what will be done with it."""
+    """A segment that a request warms, with the command to execute when the request ends."""
 
     command: Compile
     tokens: list[int]
@@ -88,11 +88,12 @@ class _Compiling:
 
 
 class CommandHandler:
-    """Executes one engine's commands, on the scheduler's thread.
+    """Executes an engine's commands on the scheduler's thread.
 
-    ``owner_of`` makes a tenant's name in the registry from its salt; ``describe`` says what routers must
-    know, ``None``: this engine serves none; ``name_weights`` begins a generation of records.  A registry that
-    cannot be opened, or fails later, fails the command, never the engine; the next command tries again.
+    ``owner_of`` makes a tenant's name in the registry from a salt.  ``describe`` returns what routers need to
+    know, or ``None`` if this engine serves no router.  ``name_weights`` begins a generation of records.  A
+    registry that cannot be opened, or fails later, fails the command, never the engine; the next command
+    tries again.
     """
 
     def __init__(
@@ -110,10 +111,10 @@ class CommandHandler:
         self._clock = clock
         self._describe, self._name_weights = describe, name_weights
         self._answers: dict[str, Answer | _Compiling] = {}
-        """Answers of requests that have not ended, by request."""
+        """Answers for requests that have not ended, by request id."""
 
     def start(self) -> None:
-        """Open the registry, pin and let expire as it says of earlier runs."""
+        """Open the registry, and restore the pins and times to live of earlier runs."""
         try:
             _ = self._registry
         except RegistryError as e:
@@ -132,7 +133,7 @@ class CommandHandler:
         return self._opened
 
     def _restore(self) -> None:
-        """What an earlier run's entries want of their records; a pin that is refused now is taken away."""
+        """Restore pins and times to live of an earlier run's entries; remove pins that are refused now."""
         try:
             self._sweep()
             for key, entry in self._registry.claimed().items():
@@ -151,33 +152,33 @@ class CommandHandler:
             logger.error("pins and times to live of an earlier run cannot be restored: %s", e)
 
     def submit(self, request_id: str, command: AnyCommand | Failure, salt: str | None) -> None:
-        """Execute a request's command now; :meth:`take_answer` has the answer when the request ends."""
+        """Execute a request's command now; :meth:`take_answer` returns the answer when the request ends."""
         answer = command if isinstance(command, Failure) else self.execute(command, salt)
         self.submit_answer(request_id, answer)
 
     def submit_answer(self, request_id: str, answer: Answer) -> None:
-        """The request's command is executed: :meth:`take_answer` has the answer when the request ends."""
+        """Note the answer of an executed command; :meth:`take_answer` returns it when the request ends."""
         self._answers[request_id] = answer
 
     def submit_compile(
         self, request_id: str, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None
     ) -> None:
-        """The request warms the segment ``tokens``: when it ends, :meth:`take_answer` gives that its id."""
+        """Note that the request warms the segment ``tokens``; :meth:`take_answer` gives the segment an id."""
         self._answers[request_id] = _Compiling(command, tokens, key, salt)
 
     def take_answer(self, request_id: str) -> dict[str, Any] | None:
-        """The packed answer of a request that ends; ``None``: it had no command."""
+        """Return the packed answer of a request that ends, or ``None`` if the request had no command."""
         answer = self._answers.pop(request_id, None)
         if isinstance(answer, _Compiling):
             answer = self.compiled(answer.command, answer.tokens, answer.key, answer.salt)
         return None if answer is None else pack(answer)
 
     def forget(self, request_id: str) -> None:
-        """The request has gone; its segment gets no id."""
+        """Forget an aborted request, so that its segment gets no id."""
         self._answers.pop(request_id, None)
 
     def execute(self, command: AnyCommand, salt: str | None) -> Answer:
-        """Do it at once; :meth:`compiled` is for :class:`Compile`, :class:`Explain` is not for us."""
+        """Execute a command at once, except :class:`Compile` (see :meth:`compiled`) and :class:`Explain`."""
         try:
             self._sweep()
             return self._execute(command, self._owner_of(salt))
@@ -227,7 +228,7 @@ class CommandHandler:
     def compiled(
         self, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None
     ) -> Answer:
-        """The segment ``tokens`` was warmed; ``key`` is its record (``None``: it is not worth one)."""
+        """Register the warmed segment ``tokens``; ``key`` names its record (``None``: not worth a record)."""
         try:
             self._sweep()
             return self._compiled(command, tokens, key, self._owner_of(salt))
@@ -278,15 +279,15 @@ class CommandHandler:
             self._registry.set_expires(owner, segment_id, expires)
 
     def _settled(self, owner: str, entry: Entry) -> Segment | Failure:
-        """The entry as it is now, its record brought in step with it."""
+        """Update the entry's record, and return the entry as a segment."""
         self._settle(entry)
         now = self._registry.get(owner, entry.id)
         return _unknown(entry.id) if now is None else self._segment(now)
 
     def _settle(self, before: Entry) -> None:
-        """An entry has changed: its record lives as long as one of its entries wants, and goes with the last.
+        """Update the record of a changed entry: the record lives as long as any of its entries.
 
-        Where no time to live was ever given, the store's own rules are left alone.
+        A record without any time to live stays under the store's own rules.
         """
         if before.key is None:
             return
@@ -333,7 +334,7 @@ class CommandHandler:
 
 
 def _end(claims: list[Claim]) -> float | None:
-    """When the last of the entries expires; ``None``: one of them does not."""
+    """Return when the last entry expires, or ``None`` if some entry never expires."""
     ends = [claim.expires for claim in claims if claim.expires is not None]
     return max(ends) if ends and len(ends) == len(claims) else None
 

@@ -1,6 +1,6 @@
 """Reads segment ids and parts in the bodies of requests with prompts.
 
-What they stand for is put in their place where the prompts are rendered.
+Their contents replace the ids and parts later, where vLLM renders the prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .forms import Seal
 from .models import error_body
 from .rewriting import Rewriting, carrying
 
-# What we look for is written in ASCII, which JSON may write as \u escapes.
+# Ids and names of parts are ASCII, which JSON may write as \u escapes.
 _HINTS = (b"<|hypic_segment:", b"\\u", *(f'"{name}"'.encode() for name in PART_TYPES))
 
 
@@ -65,7 +65,7 @@ class SegmentIds:
 async def replaced(
     path: str, request: dict[str, Any], control: Control
 ) -> tuple[dict[str, Any], Rewriting | None]:
-    """The request as vLLM is to read it, and what its prompts become; ``None``: they stay."""
+    """Return the request for vLLM to read, and the rewriting of its prompts (``None``: no change)."""
     ids = ids_in(path, request, literal=control.literal)
     if ids is None:
         return request, None
@@ -86,7 +86,7 @@ async def _refuse(status: int, message: str, scope: Scope, receive: Receive, sen
 
 
 def _has_good_salt(request: dict[str, Any]) -> bool:
-    """Requests with another one are left for vLLM to refuse."""
+    """Whether vLLM accepts the request's salt; other requests pass unchanged, and vLLM refuses them."""
     try:
         validate_cache_salt(request.get("cache_salt"))
     except VLLMError:
@@ -95,7 +95,7 @@ def _has_good_salt(request: dict[str, Any]) -> bool:
 
 
 class _Replay:
-    """``receive`` once more from the body's beginning, then on with the client's own messages."""
+    """An ASGI ``receive`` that gives the body again, and then the client's further messages."""
 
     def __init__(self, body: bytes, pending: Message | None, receive: Receive) -> None:
         self.body, self._pending, self._receive = body, pending, receive
@@ -112,7 +112,7 @@ class _Replay:
 
 
 async def _read(receive: Receive) -> tuple[bytes, Message | None]:
-    """The whole body, and the message that broke it off, if one did."""
+    """Return the whole body, and the message that broke the body off (``None``: the body is complete)."""
     chunks: list[bytes] = []
     while True:
         message = await receive()
@@ -124,7 +124,7 @@ async def _read(receive: Receive) -> tuple[bytes, Message | None]:
 
 
 def _parsed(body: bytes) -> dict[str, Any] | None:
-    """The body's JSON object if it may hold ids; what is no JSON object is left for vLLM to refuse."""
+    """Return the body's JSON object if the body may hold ids; vLLM refuses a body that is no JSON object."""
     if not any(hint in body for hint in _HINTS):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Requests and answers of the cache API's routes, as OpenAPI describes them."""
+"""Requests and answers of the cache API's routes, with the descriptions in OpenAPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
 from .answers import Role
 from .forms import MAX_TOKEN_ID
 
-MIN_TTL_S = 0.1  # less would be over before compile answers
+MIN_TTL_S = 0.1  # a shorter time would end before compile answers
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_PAGE = 1000
 MAX_ID = 128
@@ -145,13 +145,13 @@ class ErrorAnswer(BaseModel):
 
 
 def answer(kind: type) -> dict[int | str, dict[str, Any]]:
-    """The entry of a route's ``responses`` for what it answers with :func:`encoded`."""
+    """Return the entry in a route's ``responses`` for an answer of type ``kind`` from :func:`encoded`."""
     [schema], parts = msgspec.json.schema_components([kind], ref_template="{name}")
     return {200: {"content": {"application/json": {"schema": _whole(schema, parts)}}}}
 
 
 def _whole(schema: Any, parts: Mapping[str, Any]) -> Any:
-    """``schema`` with what it refers to in the references' places."""
+    """Return ``schema`` with each reference replaced by the schema that the reference names."""
     if isinstance(schema, list):
         return [_whole(one, parts) for one in schema]
     if not isinstance(schema, dict):
@@ -162,12 +162,12 @@ def _whole(schema: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def encoded(found: msgspec.Struct) -> Response:
-    """The answer of a route."""
+    """Return the answer of a route as an HTTP response."""
     return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """``responses`` of a route."""
+    """Return the entries in a route's ``responses`` for errors."""
     says = {
         400: "A value is not allowed; the message names it.",
         404: "The id is unknown or has expired; the message names it.",
@@ -179,6 +179,6 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """The body of an error in the shape of vLLM's own; ``message`` loses the paths of files, as theirs do."""
+    """Return an error's body in vLLM's shape; ``message`` loses the paths of files, as in vLLM's errors."""
     phrase = HTTPStatus(status).phrase
     return {"error": {"message": sanitize_message(message), "type": phrase, "param": None, "code": status}}

@@ -29,8 +29,8 @@ class CachePlugin:
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes and the replacement of ids.  vLLM adds its own middleware later, so outside of ours:
-        API keys are checked first."""
+        """Add the routes and the middleware for ids.  vLLM adds its own middleware later, and so checks API
+        keys first."""
         app.include_router(router)
         app.include_router(page_router)
         if envs.VLLM_SERVER_DEV_MODE:
@@ -39,7 +39,7 @@ class CachePlugin:
         app.add_middleware(SegmentIds)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Connect the routes to the engine; where that cannot be, they answer 501 with the reason."""
+        """Connect the routes to the engine; without a suitable engine routes answer 501 with the reason."""
         reason = "this server has no engine" if engine_client is None else unsupported(engine_client)
         if engine_client is None or reason is not None:
             logger.warning("the cache API is not available: %s", reason)

@@ -1,14 +1,14 @@
-"""The registry of compiled segments: which ids there are, whose they are, what they stand for.
+"""The registry of compiled segments, with each segment's id, owner and content.
 
-Lives in the scheduler's process, in an SQLite file that no other engine uses (``registry_file.py``) or in
-memory.  Every lookup is by (owner, id) in one index: an id of somebody else and an id that never was take the
-same path to the same answer.
+The registry belongs to the scheduler's process, in an SQLite file of this engine alone (``registry_file.py``)
+or in memory.  Every lookup is by (owner, id) in one index: another owner's id and an id that never existed
+take the same path to the same answer.
 
-Killing the process loses nothing that was answered: each change is one transaction in a write-ahead log.  The
-log is not forced to disk at each commit (the scheduler would wait for it), so a power cut may cost the last
-changes, never the file.  SQLite holds its own lock on the file, too: it never waits for one, and keeps the
-log's index in its own memory, as network folders have none to share.  Times of last use are written with the
-next change.
+A killed process loses no change that was answered: each change is one transaction in a write-ahead log.  The
+log is not forced to disk at each commit, because the scheduler would wait: a power cut may cost the last
+changes, never the file.  SQLite also holds its own lock on the file and never waits for a lock.  SQLite keeps
+the log's index in its own memory, because network folders have no memory to share.  Times of last use are
+written with the next change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .answers import Place
 from .registry_file import RegistryFile, claim_file
 
 ID_BYTES = 24
-"""Random bytes of an id, which is written in hex: no command line takes it for an option."""
+"""Random bytes of an id, written in hex so that no command line takes an id for an option."""
 
 _VERSION = 1
 _SCHEMA = """
@@ -54,19 +54,19 @@ class RegistryError(Exception):
 
 
 class TooManySegments(ValueError):
-    """The owner has as many entries as one may have."""
+    """The owner has as many entries as an owner may have."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One compiled segment.  Times are seconds since the epoch; ``expires`` ``None``: never."""
+    """A compiled segment.  Times are seconds since the epoch; ``expires`` is ``None`` for no expiry."""
 
     owner: str
     id: str
     place: Place
     n_tokens: int
     key: SegmentKey | None
-    """The key of its record; ``None``: it is computed in the stream (too short, or too long for the pool)."""
+    """The record's key; ``None`` for a segment too short or too long for the pool, computed in the stream."""
     created: float
     last_used: float
     expires: float | None
@@ -75,8 +75,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Content:
-    """What an id stands for: ``text``, or, where none was given, ``tokens[bare_from:]`` (those before are put
-    there by the tokenizer)."""
+    """Content of an id: ``text``, or without a text ``tokens[bare_from:]``.  The tokenizer itself adds the
+    tokens before ``bare_from``."""
 
     place: Place
     tokens: tuple[int, ...]
@@ -86,14 +86,14 @@ class Content:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one entry wants of a record."""
+    """Pin and expiry that an entry asks of a record."""
 
     pinned: bool
     expires: float | None
 
 
 class SegmentRegistry:
-    """Entries of all owners.  Used by one thread.  Every method may raise :class:`RegistryError`."""
+    """Entries of all owners, for use by a single thread.  Every method may raise :class:`RegistryError`."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class SegmentRegistry:
         most: int = sys.maxsize,
         replica: int = 0,
     ) -> None:
-        """Open, or make, a file in ``folder`` that is the engine's own; ``None``: keep everything in memory.
+        """Open or make this engine's own file in ``folder``; with ``None`` keep all entries in memory.
 
-        ``namespace``: hex digits of the engine's.  ``most``: entries of one owner.  ``replica``: its number
-        among engines that have the same entries.  A damaged file is set aside (``.damaged``) and a new one
-        begun: ids are lost then.  A file of a newer version is refused.
+        ``namespace``: hex digits of the engine's namespace.  ``most``: limit on the entries of an owner.
+        ``replica``: the engine's number among engines with the same entries.  A damaged file is set aside
+        (``.damaged``), its ids are lost, and a new file begins.  A file of a newer version is refused.
         """
         self._clock, self._most = clock, most
         self._used: dict[tuple[str, str], float] = {}
@@ -125,22 +125,22 @@ class SegmentRegistry:
 
     @property
     def path(self) -> Path | None:
-        """The file; ``None``: in memory."""
+        """Return the file's path, or ``None`` if the registry is in memory."""
         return None if self._file is None else self._file.path
 
     @property
     def set_aside(self) -> Path | None:
-        """Where a damaged file was moved to when the registry was opened."""
+        """Return the path to which opening the registry moved a damaged file, or ``None``."""
         return self._set_aside
 
     def _open(self) -> sqlite3.Connection:
         if self.path is None:
             return _connect(":memory:")
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts: for this user alone
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # tenants' texts are private
         try:
             return _connect(self.path)
         except sqlite3.OperationalError:
-            raise  # locked by a program of the operator's, disk full: the file may be well
+            raise  # another program's lock, or a full disk: the file itself may be undamaged
         except sqlite3.DatabaseError:
             self._set_aside = self.path.with_name(f"{self.path.name}.damaged")
             for suffix in ("-wal", "-shm"):
@@ -160,11 +160,11 @@ class SegmentRegistry:
         key: SegmentKey | None = None,
         segment_id: str | None = None,
     ) -> Entry:
-        """The entry of these tokens at this place: a new one, or the one that is there already.
+        """Return the entry of these tokens at this place, which is made if it does not exist.
 
-        The record's key, and a text where there was none, are brought up to date.  ``segment_id``: its id,
-        also of one that is there; ``None``: new ones get an unguessable one.  Raises
-        :class:`TooManySegments` for a new one where the owner has ``most``.
+        An existing entry gets the new record key, and gets the text if it has none.  ``segment_id`` becomes
+        the entry's id, also of an existing entry; with ``None`` a new entry gets an unguessable id.  Raises
+        :class:`TooManySegments` for a new entry of an owner with ``most`` entries.
         """
         now = self._clock()
         packed = array("i", tokens).tobytes()
@@ -189,7 +189,7 @@ class SegmentRegistry:
         return _entry(row)
 
     def _check_room(self, owner: str, place: Place, digest: bytes) -> None:
-        """Raises :class:`TooManySegments` where the owner has ``most`` entries, and not this one."""
+        """Raise :class:`TooManySegments` if the owner has ``most`` entries without this entry."""
         known = "SELECT 1 FROM segments WHERE owner = ? AND place = ? AND digest = ?"
         if self._db.execute(known, (owner, place.value, digest)).fetchone() is not None:
             return
@@ -201,7 +201,7 @@ class SegmentRegistry:
             )
 
     def get(self, owner: str, segment_id: str) -> Entry | None:
-        """Changes nothing."""
+        """Return an entry, or ``None`` if the owner has no such id."""
         with _reported(self.path):
             row = self._db.execute(
                 f"SELECT {_ENTRY} FROM segments WHERE owner = ? AND id = ? AND {_ALIVE}",
@@ -210,7 +210,7 @@ class SegmentRegistry:
         return None if row is None else self._with_use(owner, _entry(row))
 
     def content(self, owner: str, segment_id: str) -> Content | None:
-        """Changes nothing but the time of last use."""
+        """Return an id's content (``None``: unknown id), and note the time of last use."""
         now = self._clock()
         with _reported(self.path):
             row = self._db.execute(
@@ -226,7 +226,7 @@ class SegmentRegistry:
         return Content(Place(row[0]), tuple(tokens), row[2], row[3])
 
     def page(self, owner: str, after: str, limit: int) -> list[Entry]:
-        """At most ``limit`` entries whose ids come after ``after`` (any text), in the order of ids."""
+        """Return at most ``limit`` entries whose ids come after ``after`` (any text), in the order of ids."""
         with _reported(self.path):
             rows = self._db.execute(
                 f"SELECT {_ENTRY} FROM segments WHERE owner = ? AND id > ? AND {_ALIVE} ORDER BY id LIMIT ?",
@@ -235,11 +235,11 @@ class SegmentRegistry:
         return [self._with_use(owner, _entry(row)) for row in rows]
 
     def set_pinned(self, owner: str, segment_id: str, pinned: bool) -> None:
-        """Unknown ids are ignored."""
+        """Set an entry's pin; ignore unknown ids."""
         self._set("pinned", int(pinned), owner, segment_id)
 
     def set_expires(self, owner: str, segment_id: str, expires: float | None) -> None:
-        """Unknown ids are ignored."""
+        """Set an entry's expiry; ignore unknown ids."""
         self._set("expires", expires, owner, segment_id)
 
     def _set(self, column: str, value: float | None, owner: str, segment_id: str) -> None:
@@ -250,7 +250,7 @@ class SegmentRegistry:
             )
 
     def remove(self, owner: str, segment_id: str) -> Entry | None:
-        """Forget the entry; it is returned, or ``None`` when there was none."""
+        """Delete and return the entry; return ``None`` if there is no such entry."""
         with self._change():
             row = self._db.execute(
                 f"DELETE FROM segments WHERE owner = ? AND id = ? AND {_ALIVE} RETURNING {_ENTRY}",
@@ -259,7 +259,7 @@ class SegmentRegistry:
         return None if row is None else _entry(row)
 
     def take_expired(self) -> list[Entry]:
-        """Forget and return what has expired, of all owners."""
+        """Delete and return the expired entries of all owners."""
         now = self._clock()
         with _reported(self.path):
             due = self._db.execute(
@@ -274,7 +274,7 @@ class SegmentRegistry:
         return [_entry(row) for row in rows]
 
     def claims(self, key: SegmentKey) -> list[Claim]:
-        """What the living entries want of one record."""
+        """Return the claims of the living entries on a record."""
         with _reported(self.path):
             rows = self._db.execute(
                 f"SELECT pinned, expires FROM segments WHERE record_key = ? AND {_ALIVE}",
@@ -283,7 +283,7 @@ class SegmentRegistry:
         return [Claim(bool(pinned), expires) for pinned, expires in rows]
 
     def claimed(self) -> dict[SegmentKey, Entry]:
-        """Records that some entry pins or lets expire, and the oldest such entry of each."""
+        """Return the records that an entry pins or lets expire, each with the oldest such entry."""
         with _reported(self.path):
             rows = self._db.execute(
                 f"SELECT {_ENTRY} FROM segments WHERE record_key IS NOT NULL"
@@ -297,7 +297,7 @@ class SegmentRegistry:
         return found
 
     def unpin_all(self, key: SegmentKey) -> None:
-        """No entry pins this record any more."""
+        """Remove the pins of all entries on this record."""
         with self._change():
             self._db.execute("UPDATE segments SET pinned = 0 WHERE record_key = ?", (key,))
 
@@ -320,7 +320,7 @@ class SegmentRegistry:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """One transaction; it also writes the times of last use noted since the last one."""
+        """Run a transaction, which also writes the times of last use noted since the previous transaction."""
         with _reported(self.path), self._db:
             used = [(at, owner, segment_id) for (owner, segment_id), at in self._used.items()]
             self._db.executemany("UPDATE segments SET last_used = ? WHERE owner = ? AND id = ?", used)
@@ -353,7 +353,7 @@ def _connect(where: Path | str) -> sqlite3.Connection:
 
 @contextmanager
 def _reported(path: Path | None) -> Iterator[None]:
-    """SQLite's errors, and the file system's, as ours."""
+    """Raise errors of SQLite and of the file system as :class:`RegistryError`."""
     try:
         yield
     except (sqlite3.Error, OSError) as e:

@@ -1,7 +1,7 @@
-"""One answer of the replicas of a server: data-parallel engines, each with a pool and a registry of its own.
+"""Joins the answers of a server's replicas: data-parallel engines, each with its own pool and registry.
 
-All of them execute a command; the first says what ids there are, and the others have the same.  One that was
-not told everything, as it began or its server ended in between, is behind: it has no segment of that id.
+All replicas execute a command; the first replica decides which ids exist, and all replicas have these ids.  A
+replica that missed commands, because it started late or its server stopped meanwhile, lacks those segments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _AnswerT = TypeVar("_AnswerT")
 
 
 def joined(first: _AnswerT, others: Sequence[_AnswerT | Failure]) -> _AnswerT | Failure:
-    """The answer of all replicas, of which the ``first`` was asked before the others; a failure of one of
-    them, but for a segment that is unknown there."""
+    """Return the joined answer of all replicas; ``first`` answers for the replica that was asked first.  A
+    failure of another replica becomes the answer, except for a segment that this replica does not know."""
     for other in others:
         if isinstance(other, Failure) and other.status != 404:
             return other
@@ -41,7 +41,7 @@ def joined(first: _AnswerT, others: Sequence[_AnswerT | Failure]) -> _AnswerT | 
 
 
 def _segment(first: Segment, others: list[Segment], replicas: int) -> Segment:
-    """Resident where every replica has its record: any of them may get the next request."""
+    """Join a segment's answers; ``resident`` needs a record on every replica, as any may serve a request."""
     every = [first, *others]
     return replace(
         first,
@@ -52,7 +52,7 @@ def _segment(first: Segment, others: list[Segment], replicas: int) -> Segment:
 
 
 def _summed(replicas: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Tiers by name; each replica opens its own, also of what several reach, which is counted as often."""
+    """Sum numbers by tier name.  A tier that several replicas share is counted once for each replica."""
     tiers: dict[str, dict[str, float]] = {}
     for of_one in replicas:
         for tier, numbers in of_one.items():

@@ -1,9 +1,9 @@
-"""Carries what the prompts of a request become, past vLLM's checks and logs, to where prompts are rendered.
+"""Carries the rewritten prompts of a request, past vLLM's checks and logs, to the rendering of prompts.
 
-vLLM validates, logs and repeats a request as its client wrote it, with the public texts of its parts.  What
-stands for them instead takes the request's own context: other requests have another one.
+vLLM validates, logs and repeats a request as its client wrote it, with the public texts of its parts.  The
+rewritten texts travel in a context variable of the request, apart from all other requests.
 
-Imports neither vLLM nor torch.
+The module imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .forms import Seal
 
 @dataclass
 class Rewriting:
-    """``written`` stands for ``public``: two JSON values that differ in texts alone, and are the messages of
-    a ``chat``, or else prompts as vLLM's renderer gets them.  ``seal`` is that of ``written``."""
+    """Replacement of ``public`` by ``written``, two JSON values that differ only in texts.  With ``chat`` the
+    values are messages, else prompts as vLLM's renderer gets them.  ``seal`` seals tokens in ``written``."""
 
     chat: bool
     public: Any
@@ -29,7 +29,7 @@ class Rewriting:
     done: bool = False
 
     def of(self, value: Any) -> Any:
-        """``value``, which vLLM made of ``public``, with the texts of ``written``."""
+        """Return ``value``, which vLLM made from ``public``, with the texts of ``written``."""
         self.done = True
         return _put(value, self.public, self.written)
 
@@ -38,20 +38,20 @@ _current: ContextVar[Rewriting | None] = ContextVar("rewriting", default=None)
 
 
 def current(*, chat: bool) -> Rewriting | None:
-    """What the messages, or else the prompts, of the request that is handled here become."""
+    """Return the rewriting of the present request's messages (``chat``) or prompts, or ``None``."""
     found = _current.get()
     return found if found is not None and found.chat == chat else None
 
 
 def forgotten() -> bool:
-    """Whether the request that is handled here was to be rewritten, and nobody did so."""
+    """Whether the present request has a rewriting that has not been applied."""
     found = _current.get()
     return found is not None and not found.done
 
 
 @contextmanager
 def carrying(rewriting: Rewriting | None) -> Iterator[None]:
-    """Requests that are handled inside are rewritten so."""
+    """Rewrite the requests that are handled inside the ``with`` block."""
     token = _current.set(rewriting)
     try:
         yield
@@ -67,7 +67,7 @@ def _put(value: Any, public: Any, written: Any) -> Any:
     if isinstance(public, list):
         return [_put(*found) for found in zip(value, public, written, strict=True)]
     if not isinstance(public, str):
-        return value  # a NaN, which is not its own equal
+        return value  # a NaN is not equal to itself
     if value != public:
         raise RuntimeError("vLLM changed a text with parts or segment ids before it was rendered")
     return written

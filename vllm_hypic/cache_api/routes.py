@@ -36,8 +36,8 @@ from .models import (
 
 
 class _Route(APIRoute):
-    """What FastAPI itself refuses, such as a body that is no UTF-8, has the shape of vLLM's errors, too:
-    vLLM's handlers do not know Starlette's exception."""
+    """Gives FastAPI's own refusals, such as of a body that is not UTF-8, the shape of vLLM's errors: vLLM's
+    handlers do not know Starlette's exception."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -59,11 +59,11 @@ _PAGE_POLICY = (
 
 router = APIRouter(prefix="/v1/hypic", tags=["hypic cache"], route_class=_Route)
 operator_router = APIRouter(prefix="/v1/hypic", tags=["hypic operator"], route_class=_Route)
-"""Routes that are no client's, served where vLLM's own of that kind are (``VLLM_SERVER_DEV_MODE``)."""
+"""Routes for operators only, served like vLLM's own operator routes with ``VLLM_SERVER_DEV_MODE``."""
 
 
 def control_of(request: Request) -> Control:
-    """The line to the engine; 501 with the reason where there is none."""
+    """Return the connection to the engine; without an engine answer 501 with the reason."""
     control: Control | None = getattr(request.app.state, "hypic_control", None)
     if control is None:
         reason = getattr(request.app.state, "hypic_unsupported", "the engine is not ready")
@@ -86,7 +86,7 @@ SegmentId = Annotated[str, Path(description="Id of a segment.", max_length=MAX_I
 
 
 def _salt(header: str | None, body: str | None = None) -> str | None:
-    """The tenant of a request; both places may name it if they agree."""
+    """Return the tenant's salt; header and body may both name the tenant if they agree."""
     if header is not None and body is not None and header != body:
         raise HTTPException(
             400, "cache_salt and the header X-Cache-Salt name different tenants: give one of them"
@@ -174,7 +174,7 @@ async def change_segment(
     if not body.pinned:
         command = Change(segment_id, ttl_s, unpin=body.pinned is False)
         return encoded(await control.send(command, Segment, salt))
-    # Its record may be gone: it is compiled anew, which is no work if it is there, and pinned once resident.
+    # The record may be evicted: compile the segment again, which costs nothing if the record is resident.
     found = await control.send(Show(segment_id, content=True), Segment, salt)
     again = Compile(found.place, text=found.text, ttl_s=ttl_s, pin=True)
     return encoded(await control.compile(again, list(found.token_ids or ()), salt))
@@ -249,7 +249,7 @@ async def explain_page() -> Response:
 
 
 page_router = APIRouter(include_in_schema=False)
-"""The page where vLLM asks for no API key: a browser that opens it has none to send."""
+"""Serves the page where vLLM asks for no API key: a browser that opens a page has no key to send."""
 page_router.add_api_route("/hypic/explain", explain_page, response_class=HTMLResponse)
 
 

@@ -1,1 +1,1 @@
-"""``vllm-hypic check``: would this model be served, read from its configuration alone."""
+"""``vllm-hypic check``: says from a model's configuration alone whether the plugin serves the model."""

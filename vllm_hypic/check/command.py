@@ -1,4 +1,4 @@
-"""``vllm-hypic check MODEL``: is it served, and what would its segments take?"""
+"""``vllm-hypic check MODEL``: says whether the plugin serves a model, and which bytes segments take."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from .findings import Findings
 
 OURS = ("model", "attention_backend", "additional_config")
-"""Arguments of vLLM that the command gives itself."""
+"""Arguments of vLLM that the command sets itself."""
 REFUSED, UNKNOWN = 1, 3
-"""Exit codes beside 0: not served; vLLM itself makes nothing of it here."""
+"""Exit codes for a model that the plugin refuses, and for a model that vLLM itself cannot build here."""
 
 
 @click.command()
@@ -61,7 +61,7 @@ def check(
 
     Exit code: 0 served, 1 refused, 2 usage, 3 vLLM itself cannot build the model here.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to the standard output
     try:
         config = HypicConfig.from_mapping({"pool_bytes": int(pool_gib * 2**30), **hypic})
     except ConfigError as e:

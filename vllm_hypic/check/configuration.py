@@ -1,4 +1,4 @@
-"""Where a model's configuration is: in its folder, in the hub's cache, or in the header of a GGUF file."""
+"""Finds a model's configuration in its folder, in the hub's cache, or in the header of a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..harness.settings import model_folder
 
 @contextmanager
 def configuration_folder(model: str) -> Iterator[Path]:
-    """A folder with the ``config.json`` of ``model``.
+    """Yield a folder with the ``config.json`` of ``model``.
 
-    Raises ``click.UsageError`` where there is none, or the file cannot be read.
+    Raises ``click.UsageError`` if there is no configuration, or the file cannot be read.
     """
     file = Path(model)
     if not (file.suffix == ".gguf" and file.is_file()):
@@ -28,7 +28,7 @@ def configuration_folder(model: str) -> Iterator[Path]:
 
 
 def _write_gguf_configuration(file: Path, folder: Path) -> None:
-    """What transformers reads in a GGUF file's header, as the ``config.json`` that vLLM takes."""
+    """Write the configuration that transformers reads in a GGUF file's header as vLLM's ``config.json``."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -36,7 +36,7 @@ def _write_gguf_configuration(file: Path, folder: Path) -> None:
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     except ImportError as e:
         raise click.UsageError(f"{file}: the package gguf reads GGUF files: pip install gguf") from e
-    except Exception as e:  # what a broken file raises is numpy's, struct's or transformers' own
+    except Exception as e:  # a broken file raises errors of numpy, struct or transformers
         raise click.UsageError(f"{file}: transformers cannot read the header: {e}") from e
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     if architecture is None:

@@ -1,8 +1,8 @@
-"""What an engine of a model would say of each of its layers, from the configuration alone.
+"""Finds from a model's configuration alone whether an engine would serve each of its layers.
 
-The engine's own code is asked: vLLM builds its model class, weights on the ``meta`` device, which has
-shapes and no numbers, with our layers in it; the cache that each layer wants goes through the pool's
-geometry.  So nothing here knows a model by name.
+The engine's own code decides.  vLLM builds the model class with the plugin's layers, and with weights on the
+``meta`` device, which has shapes and no numbers.  The pool's geometry takes the cache spec of each layer.
+This module thus depends on no model's name.
 """
 
 from __future__ import annotations
@@ -61,27 +61,27 @@ class LayerKind:
 
     layers: int
     what: str
-    """``full attention, 8 KV heads of 128``; of a refused layer, vLLM's class."""
+    """Description, ``full attention, 8 KV heads of 128``, or vLLM's class of a refused layer."""
     refusal: str | None
     segment_bytes: int
-    """What one segment takes in all these layers; 0 where they are refused."""
+    """Bytes of a segment in all these layers; 0 if the layers are refused."""
     before_window_bytes: int = 0
-    """Part of ``segment_bytes`` that rows before the segment's last window take."""
+    """Part of ``segment_bytes`` for rows before the segment's last window."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found of a model."""
+    """Findings about a model."""
 
     architecture: str
     platform: str
     dtype: str
     refusal: str | None
-    """Why the whole model is refused; ``None``: no layer is refused either."""
+    """Reason why the whole model is refused; ``None``: all layers are served."""
     kinds: tuple[LayerKind, ...] = ()
     segment_tokens: int = 0
     segments: int = 0
-    """How many segments of ``segment_tokens`` the pool holds."""
+    """Number of segments of ``segment_tokens`` tokens that the pool holds."""
     pool_bytes: int = 0
 
     @property
@@ -90,15 +90,15 @@ class Findings:
 
 
 class NotBuilt(Exception):
-    """vLLM cannot make its configuration or its model of what is there; says why."""
+    """vLLM cannot build its configuration or its model; the message says why."""
 
 
 def find(model: Path, config: HypicConfig, engine_args: Mapping[str, Any]) -> Findings:
-    """Look at ``model``, a folder with its configuration; no weights are read, nothing is started.
+    """Return the findings about ``model``, a folder with a configuration; read no weights, start no engine.
 
-    ``config.pool_bytes`` and ``config.expected_segment_tokens`` size the pool that is spoken of;
-    ``engine_args``: arguments of vLLM.  Call it once in a process: vLLM's groups of ranks are made, which
-    have one life.  Raises :class:`NotBuilt`.
+    ``config.pool_bytes`` and ``config.expected_segment_tokens`` size the pool of the findings;
+    ``engine_args``: arguments of vLLM.  Call the function only once in a process, because a process can make
+    vLLM's groups of ranks only once.  Raises :class:`NotBuilt`.
     """
     from vllm.platforms import current_platform
 
@@ -138,7 +138,7 @@ def _line(error: Exception) -> str:
 
 
 def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCacheSpec | None]]:
-    """The layers that have a cache, or read another's (``None``), by name."""
+    """Return the layers by name, with cache specs; the spec of a layer that reads another's is ``None``."""
     HypicWorker._register_layers()
     with set_current_vllm_config(vllm_config), _one_rank(vllm_config):
         with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):
@@ -152,7 +152,7 @@ def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCa
 
 @contextmanager
 def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
-    """Groups of ranks, which layers ask for their sizes."""
+    """Make vLLM's groups of ranks inside the ``with`` block, as layers ask for the groups' sizes."""
     parallel = vllm_config.parallel_config
     with tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
@@ -165,9 +165,9 @@ def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
 
 
 class _NoWeights(TorchFunctionMode):
-    """Puts what is made without values, as weights are, on the ``meta`` device.
+    """Puts tensors that are made without values, as weights are, on the ``meta`` device.
 
-    Not everything: some models read tables that they make while they are built.
+    Other tensors stay real, because some models read tables that they make during construction.
     """
 
     def __torch_function__(
@@ -219,7 +219,7 @@ def _judged(
 
 
 def _before_window(layer: AttentionLayerBase, geometry: LayerGeometry, config: HypicConfig) -> int:
-    """Bytes of a segment's rows that neither the tail seam nor a row behind it sees in this layer."""
+    """Return the bytes of a segment's rows that neither the tail seam nor later rows see in this layer."""
     window = getattr(layer, "sliding_window", None)
     if window is None or not isinstance(geometry, AttentionGeometry):
         return 0

@@ -1,4 +1,4 @@
-"""Runs the demonstration of one server: stock, cold and warm requests."""
+"""Runs the demonstration of a single server with stock, cold and warm requests."""
 
 import sys
 

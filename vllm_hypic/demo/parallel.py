@@ -27,7 +27,7 @@ from ..harness.serving import Server, ServerError
 from ..harness.sizes import SIZES, random_model
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
-"""Tokens of the segments, the leading one first."""
+"""Tokens of the segments, the leading segment first."""
 QUESTION = 32
 ANSWER = 8
 CONTEXT = 32768
@@ -35,23 +35,23 @@ CONTEXT = 32768
 
 @dataclass(frozen=True)
 class Counted:
-    """What the servers counted while they answered one request."""
+    """Counts of the servers while they answered a request."""
 
     received: int
-    """Records that the combine node took from others."""
+    """Records that the combine node received from workers."""
     not_received: int
-    """Records that it awaited in vain."""
+    """Records that the combine node awaited in vain."""
     computed: int
-    """Segments that it computed itself."""
+    """Segments that the combine node computed itself."""
     record_bytes: int
     pushed: dict[str, int]
-    """Records that each worker delivered."""
+    """Records that each worker delivered, by the worker's name."""
     failures: int
     """Failures that the router counted."""
 
 
 def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
-    """Send the prompt through the router: its reply, and what the servers counted meanwhile."""
+    """Send the prompt through the router; return the reply, and the servers' counts meanwhile."""
     [combine] = cluster.combines
     routers, before = cluster.router.samples(), combine.metrics()
     workers = {w.name: w.metrics() for w in cluster.workers}
@@ -69,8 +69,8 @@ def send_spread(cluster: Cluster, prompt: list[int]) -> tuple[Reply, Counted]:
 
 
 def send_alone(server: Server, prompt: list[int]) -> tuple[Reply, int]:
-    """Send the prompt to one server: its reply, and how many segments it computed.  As nobody else has this
-    salt, that must be all."""
+    """Send the prompt to a single server; return the reply, and the number of segments that it computed.
+    No other request has this salt, so the server must compute all segments."""
     before = server.metrics()
     body = {"prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "cache_salt": "alone"}
     reply = completion(server.url, body)
@@ -78,7 +78,7 @@ def send_alone(server: Server, prompt: list[int]) -> tuple[Reply, int]:
 
 
 def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, segments: int) -> list[str]:
-    """Faults of the two replies; none, if all is well."""
+    """Return the faults of the two replies, an empty list if all is well."""
     faults = []
     if alone_computed != segments:
         faults.append(f"the single server computed {alone_computed} of {segments} segments: it was not cold")
@@ -102,10 +102,10 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
 
 
 def run(cluster: Cluster, draw: Writer, out: Console) -> int:
-    """Compare one cold prompt both ways and print the result; returns the exit code."""
+    """Send a cold prompt both ways, compare the replies, print the result and return the exit code."""
     [combine] = cluster.combines
     separator = separator_of(combine.url)
-    for _ in range(2):  # what happens once in a process stays out of the times
+    for _ in range(2):  # warm-up: costs of a process's first requests stay out of the times
         prompt = uneven(draw, tuple(n // 4 for n in LENGTHS), QUESTION).marked(separator)
         send_spread(cluster, prompt)
         send_alone(combine, prompt)
@@ -152,7 +152,7 @@ def _table(cluster: Cluster, spread: Reply, counted: Counted, alone: Reply) -> T
 
 
 def _shares(cluster: Cluster, found: Breakdown) -> str:
-    """Which worker prefilled what."""
+    """Return a text with the segments and tokens that each worker prefilled."""
     names = {w.url: w.name for w in cluster.workers}
     tokens: dict[str, list[int]] = {name: [] for name in names.values()}
     for part in found.segments or ():
@@ -165,7 +165,7 @@ def _pushed(worker: Server, before: dict[str, float]) -> int:
 
 
 def _once_counted(server: Server, before: dict[str, float]) -> dict[str, float]:
-    """The metrics once the server has counted one more request and holds nothing for it."""
+    """Return the metrics once the server has counted another request and pins no record for it."""
     name = "vllm:hypic_requests_total"
     return server.wait_for_metrics(
         lambda m: m.get(name, 0) > before.get(name, 0) and not m.get("vllm:hypic_pinned", 0)

@@ -1,8 +1,8 @@
 """``python -m vllm_hypic.demo``: the real server on the demo model, stock and with this plugin.
 
 Each task is a question over documents that are sent in three orders.  To stock vLLM every order is a new
-prompt; with hypic the first order computes the documents (cold) and the others reuse them (warm).  Prints
-a table; exits with 1 when answers are worse than stock's or nothing was reused.
+prompt; with hypic the first order computes the documents (cold) and later orders reuse them (warm).  The demo
+prints a table, and exits with 1 if answers are worse than stock's or nothing was reused.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task with its documents in one order, sent in one way; ``cut`` puts separators between segments."""
+    """A task with its documents in an order, sent in the way ``surface``; ``cut`` puts separators between
+    segments."""
 
     task: Task
     order: tuple[int, ...]
@@ -62,14 +63,14 @@ class Prompt:
     cut: bool
 
     def request(self, token_ids: Callable[[str], list[int]]) -> tuple[str, dict[str, object]]:
-        """Path and body of the HTTP request."""
+        """Return path and body of the HTTP request."""
         body: dict[str, object] = {"max_tokens": ANSWER_TOKENS, "temperature": 0}
         task, documents = self.task, [self.task.documents[i] for i in self.order]
         if self.surface == "chat":
             messages = build_messages(documents=documents, question=task.question, system=task.system)
             messages = [{**m, "content": self._uncut(m["content"])} for m in messages]
             return "/v1/chat/completions", {**body, "messages": messages}
-        # What the chat template writes before the documents.
+        # The chat template writes the same text before the documents.
         prompt = build_prompt(system=f"<bos> <sys> {task.system}", segments=documents, query=task.question)
         prompt = self._uncut(prompt)
         return "/v1/completions", {
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ServerError as e:
         console.print(f"[bold red]failed:[/] {e}")
         return 1
-    # run() goes order by order: every task's first order is cold.
+    # run() goes order by order, so that every task's first order is cold.
     cold, warm = hypic[: len(tasks)], hypic[len(tasks) :]
     console.print(table({"stock vLLM": stock, "hypic, cold": cold, "hypic, warm": warm}))
     report_metrics({name: after[name] - before.get(name, 0.0) for name in after})
@@ -145,7 +146,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_tasks(first: int, count: int, documents: int, document_tokens: int) -> list[Task]:
-    """Tasks ``first``, ``first + 1``, ...; each is the same in every run."""
+    """Return the tasks ``first``, ``first + 1``, ..., which are the same in every run."""
     gen = find_generator(EXAMPLE / "model")
     assert gen is not None, f"{EXAMPLE} has no generator"
     text = partial(words_of, gen)
@@ -166,7 +167,7 @@ def make_tasks(first: int, count: int, documents: int, document_tokens: int) -> 
 
 @contextmanager
 def serving(title: str, *options: str) -> Iterator[Server]:
-    """A server on the demo model; afterwards none of its processes is left, or :class:`ServerError`."""
+    """Run a server on the demo model; raise :class:`ServerError` if a process survives the ``with`` block."""
     here = Path.cwd()
     folder = EXAMPLE.relative_to(here) if EXAMPLE.is_relative_to(here) else EXAMPLE
     server = Server(
@@ -187,7 +188,7 @@ def serving(title: str, *options: str) -> Iterator[Server]:
 
 
 def run(server: Server, tasks: Sequence[Task], *, cut: bool) -> list[Result]:
-    """All tasks in their first order, then all in the second, and so on: one request at a time.
+    """Send all tasks in their first order, then all tasks in the second, and so on, one request at a time.
 
     The ways of sending rotate, so that each order of documents is sent in every way.
     """
@@ -208,7 +209,7 @@ def run(server: Server, tasks: Sequence[Task], *, cut: bool) -> list[Result]:
 
 
 def orders(seed: int, n: int) -> list[tuple[int, ...]]:
-    """``ORDERS`` different orders of ``n`` documents (fewer where there are not so many)."""
+    """Return ``ORDERS`` orders of ``n`` documents, which differ unless ``n`` documents have fewer orders."""
     rng = random.Random(seed)
     found = [tuple(range(n))]
     while len(found) < min(ORDERS, math.factorial(n)):
@@ -219,7 +220,7 @@ def orders(seed: int, n: int) -> list[tuple[int, ...]]:
 
 
 def table(columns: dict[str, list[Result]]) -> Table:
-    """The measured table: one column per kind of request."""
+    """Return the table of measurements, with a column for each kind of request."""
     rows: list[tuple[str, Callable[[list[Result]], str]]] = [
         ("requests", lambda r: str(len(r))),
         ("time to first token, median", lambda r: f"{1000 * _median(r):.0f} ms"),
@@ -237,7 +238,7 @@ def table(columns: dict[str, list[Result]]) -> Table:
 
 
 def report_metrics(counts: dict[str, float]) -> None:
-    """Numbers that the server's own ``/metrics`` counted over cold and warm requests."""
+    """Print the numbers that the server's own ``/metrics`` counted over cold and warm requests."""
     shown = (
         "segments_queried",
         "segments_hit",
@@ -255,7 +256,7 @@ def report_metrics(counts: dict[str, float]) -> None:
 
 
 def check(stock: list[Result], cold: list[Result], warm: list[Result]) -> list[str]:
-    """Faults of these results; none, if all is well."""
+    """Return the faults of these results, an empty list if all is well."""
     faults = []
     least = _share(stock) - LOSS_ALLOWED
     for name, results in (("cold", cold), ("warm", warm)):

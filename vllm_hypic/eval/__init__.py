@@ -1,6 +1,6 @@
-"""What reuse costs in answers: tasks, methods and metrics on the real engine.
+"""Measures what reuse costs in answers, with tasks, methods and metrics on the real engine.
 
 tasks -> examples (token ids of every segment) -> outcomes of each method -> scores -> tables and plots
 
-Imports neither torch nor vLLM: engines run in processes of their own (``harness/engines.py``).
+The package imports neither torch nor vLLM: engines run in processes of their own (``harness/engines.py``).
 """

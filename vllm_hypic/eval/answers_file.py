@@ -1,4 +1,4 @@
-"""Every single answer, as JSON Lines."""
+"""Writes every single answer to a file, as JSON Lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from .task import Task
 
 @contextmanager
 def writing_answers(path: Path | None) -> Iterator[Keep]:
-    """What keeps every answer; the file appears when all are in it."""
+    """Yield a function that writes an answer; the file appears when all answers are written.
+
+    With ``path`` ``None`` the function writes nothing."""
     if path is None:
         yield lambda task, method, outcome, scores: None
         return

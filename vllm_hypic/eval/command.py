@@ -1,4 +1,4 @@
-"""``python -m vllm_hypic.eval``: what reuse costs in answers, and what it saves."""
+"""``python -m vllm_hypic.eval``: measures what reuse costs in answers, and the time that it saves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .tasks.families import FAMILIES, SEED_STEP, Source
 from .tasks.installed import installed_texts
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
-"""Behind each linked one may stand a context, islands and a mode: see :func:`.methods.link_method`."""
+"""Methods; a context, islands and a mode may follow a link method: see :func:`.methods.link_method`."""
 
 
 def _family(name: str) -> None:
@@ -196,7 +196,7 @@ def main(
     to, metric = wide_console(), Metric(compare_by)
 
     def show(study: Study, found: FamilyResult | TextResult | None) -> None:
-        """A run takes hours: every family is shown and written as soon as it is there; ``None``: all are."""
+        """Show and write a family at once, as a run takes hours; ``None``: all families are finished."""
         if found is not None:
             to.print(family_table(found) if isinstance(found, FamilyResult) else text_table(found))
         if json_path is not None:
@@ -218,7 +218,7 @@ def main(
 
 
 for _option in main.params:
-    if _option.name == "size":  # of a random model
+    if _option.name == "size":  # a random model has no answers to compare
         cast(click.Option, _option).hidden = True
 
 
@@ -229,7 +229,7 @@ def _measure(
     to: Console,
     show: Callable[[Study, FamilyResult | TextResult], None],
 ) -> Study:
-    """All families; ``show`` is called after each."""
+    """Measure all families, and call ``show`` after each family."""
     context = needed_context(settings.engine.model, [task for tasks in made.values() for task in tasks])
     engine = Engine(
         settings.engine, context, hypic=True, enable_prefix_caching=True, logits_processors=[FORCING]

@@ -1,4 +1,4 @@
-"""Means over prompts and how far they may be off: 95 % intervals."""
+"""Means over prompts, with 95 % intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 Z = 1.959964
 """Standard normal quantile of a two-sided interval of 95 %."""
 BOUNDS = (2.5, 97.5)
-"""The same as percentiles of a bootstrap."""
+"""Bounds of that interval, as percentiles of a bootstrap."""
 RESAMPLES = 2000
 SEED = 20
 """Seed of the resampling: the same values give the same interval."""
@@ -19,7 +19,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of ``n`` values and its interval."""
+    """A mean of ``n`` values with its 95 % interval."""
 
     value: float
     low: float
@@ -27,12 +27,12 @@ class Estimate:
     n: int
 
     def times(self, factor: float) -> Estimate:
-        """The estimate in another unit; ``factor`` is positive."""
+        """Return the estimate in another unit; ``factor`` must be positive."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n)
 
 
 def share(hits: Sequence[bool]) -> Estimate:
-    """How often something happens, with Wilson's interval.  Raises ``ValueError`` without values."""
+    """Return the share of true values with Wilson's interval.  Raises ``ValueError`` without values."""
     _require(hits)
     n = len(hits)
     p = sum(hits) / n
@@ -44,21 +44,22 @@ def share(hits: Sequence[bool]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Mean with its percentile-bootstrap interval.  Raises ``ValueError`` without values."""
+    """Return the mean with its percentile-bootstrap interval.  Raises ``ValueError`` without values."""
     return mean_of_means([values])
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    """Mean of ``values[i] - reference[i]``, resampled in pairs: what one prompt has in common cancels out.
+    """Return the mean of ``values[i] - reference[i]``, resampled in pairs to cancel differences of prompts.
 
-    Where no pair differs the interval is empty, which says little of few prompts: with n of them, up to
-    3 / n of all prompts may differ.  Raises ``ValueError`` without values or for unequal lengths.
+    The interval is empty if no pair differs.  An empty interval says little about few prompts: with n
+    prompts, up to 3 / n of all prompts may differ.  Raises ``ValueError`` without values or for unequal
+    lengths.
     """
     return mean([a - b for a, b in zip(values, reference, strict=True)])
 
 
 def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
-    """Mean over groups of the groups' means: every group counts alike, and is resampled by itself."""
+    """Return the mean of the groups' means; groups have equal weight and are resampled separately."""
     _require(groups)
     rng = np.random.default_rng(SEED)
     value, resampled = 0.0, np.zeros(RESAMPLES)
@@ -72,7 +73,7 @@ def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draws how often each distinct value occurs, so that many equal values cost no more than one."""
+    """Draw the counts of the distinct values, so that many equal values cost no more than a single value."""
     distinct, counts = np.unique(values, return_counts=True)
     draws = rng.multinomial(len(values), counts / len(values), size=RESAMPLES)
     return draws @ distinct / len(values)
@@ -84,11 +85,11 @@ def _require(values: Sequence[object]) -> None:
 
 
 def relative(other: np.ndarray, reference: np.ndarray) -> float:
-    """Frobenius norm of the difference over the reference's; zero where both are zero."""
+    """Return the Frobenius norm of the difference over the reference's norm; zero for equal arrays."""
     difference = float(np.linalg.norm(other.astype(np.float64) - reference))
     return difference / float(np.linalg.norm(reference)) if difference else 0.0
 
 
 def mean_and_interval(estimate: Estimate) -> str:
-    """An estimate as its mean and half its interval: ``0.0041 ±0.0003``."""
+    """Format an estimate as its mean and half its interval: ``0.0041 ±0.0003``."""
     return f"{estimate.value:.2g} ±{(estimate.high - estimate.low) / 2:.1g}"

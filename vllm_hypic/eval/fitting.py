@@ -1,4 +1,4 @@
-"""Tasks as prompts that fit an engine's context."""
+"""Turns tasks into prompts that fit an engine's context."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ..harness.settings import model_context
 from .task import ChatTemplate, Example, Task, encode
 
 TOGETHER = 64
-"""Tasks that are tokenised by one call."""
+"""Tasks that a single call tokenises."""
 SPARE = 32
-"""Tokens of the context that a prompt leaves free: separators count in the engine's front end."""
+"""Tokens of the context that a prompt leaves free, because the engine's front end counts separators."""
 
 
 CHARACTERS_PER_TOKEN = 2
-"""A low estimate for any language that is written with letters or digits."""
+"""Low estimate for any language that is written with letters or digits."""
 CHAT_TOKENS = 512
-"""Tokens for what a chat template writes, and to spare."""
+"""Generous limit on the tokens that a chat template adds."""
 
 
 class TasksError(ValueError):
-    """Tasks that cannot be prompts of the engine."""
+    """The tasks cannot become prompts of the engine."""
 
 
 def fitting(
     engine: Engine, name: str, tasks: Sequence[Task], *, chat: bool, template: ChatTemplate
 ) -> list[Example]:
-    """The ``tasks`` that fit; ``name`` is what errors call them.
+    """Return the ``tasks`` that fit the context, as examples; errors call the tasks ``name``.
 
-    Raises :class:`TasksError` when none does, and for a task that has other segments once it is tokenised.
+    Raises :class:`TasksError` if no task fits, and for a task whose segments change in tokenisation.
     """
     examples: list[Example] = []
     for i in range(0, len(tasks), TOGETHER):
@@ -49,9 +49,9 @@ def fitting(
 
 
 def needed_context(model: Path, tasks: Iterable[Task], *, least: int = 0) -> int:
-    """Context for the longest of ``tasks``, at least ``least``, but no longer than the model knows.
+    """Return the context in tokens for the longest task, at least ``least``, at most the model's context.
 
-    Raises ``click.UsageError`` when the folder holds no model.
+    Raises ``click.UsageError`` if the folder holds no model.
     """
     characters = [(len(t.system) + sum(map(len, t.segments)) + len(t.question), t) for t in tasks]
     longest = max((n // CHARACTERS_PER_TOKEN + t.answer_tokens for n, t in characters), default=0)

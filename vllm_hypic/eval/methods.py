@@ -1,4 +1,4 @@
-"""Ways to answer the same prompt: what a request says, and to which engine."""
+"""Methods to answer the same prompt, with the request's options for each method."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..primitives.segmenter import SEGMENT_MODES
 
 @dataclass(frozen=True)
 class Method:
-    """``link`` is ``None`` where the prompt is an ordinary one, of which nothing is reused as segments."""
+    """A method; with ``link`` ``None`` the prompt is ordinary, and no segment of the prompt is reused."""
 
     name: str
     link: str | None = None
     seam: int = 0
-    """Seam window; only ``hypic`` and ``naive`` take one."""
+    """Seam window in tokens, for ``hypic`` and ``naive`` only."""
     context: str = "none"
     islands: str = "none"
-    """``auto``, as of a context: the engine's own, see :meth:`on`."""
+    """Islands; ``auto``, also as ``context``, stands for the engine's default: see :meth:`on`."""
     mode: str = "off"
-    """How segments are found; ``off``: they stand between separators."""
+    """Mode that finds segments; with ``off`` segments stand between separators."""
 
     def on(self, defaults: LinkDefaults | None) -> Method:
-        """This method on an engine with these defaults."""
+        """Return this method with the defaults of an engine in place of ``auto``."""
         if defaults is None or AUTO not in (self.context, self.islands):
             return self
         context = defaults.context if self.context == AUTO else self.context
@@ -40,14 +40,14 @@ class Method:
 
     @property
     def linked(self) -> LinkMethod | None:
-        """The link method; ``None``: the prompt is an ordinary one."""
+        """Return the link method, or ``None`` for an ordinary prompt."""
         if self.link is None:
             return None
         return parse_link(self.link, self.seam, self.context, self.islands)
 
     @property
     def records(self) -> Method:
-        """Equal methods read the same records: islands change what is computed beside them."""
+        """Return the method without name and islands: methods that are equal then read the same records."""
         return self if self.link is None else replace(self, name="", islands="none")
 
     def ask(
@@ -59,10 +59,10 @@ class Method:
         logprobs_of: list[int] | None,
         forced: tuple[int, ...] = (),
     ) -> Ask:
-        """The request.
+        """Return the request for a prompt.
 
         ``logprobs_of``: tokens whose logprobs are compared, at the first position; ``forced``: the answer
-        whose likelihood is asked for.
+        whose likelihood is measured.
         """
         separated = self.link is not None and self.mode == "off"
         tokens = prompt.marked(separator) if separated else prompt.plain()
@@ -82,7 +82,7 @@ class Method:
         )
 
     def reusable(self, prompt: Prompt, least: int) -> int:
-        """Tokens that surely come from records when every segment with ``least`` such tokens has one."""
+        """Return the tokens that surely come from records; ``least``: tokens that a record needs."""
         if (link := self.linked) is None:
             return 0
         head = len(prompt.head) if len(prompt.head) >= least else 0
@@ -94,16 +94,16 @@ class Method:
 
 FULL = Method("full recompute")
 PREFIX = Method("prefix caching")
-"""The same documents were asked about before, in another order: what vLLM's prefix cache has of that."""
+"""Reuse by vLLM's prefix cache after a request with the same documents in another order."""
 PREFIX_SAME = Method("prefix caching, same order")
-"""The documents came in the same order before: full recompute's noise where most of the prompt is cached."""
+"""Reuse by vLLM's prefix cache after the same order: full recompute's noise with a mostly cached prompt."""
 PLAIN = {"full": FULL, "prefix": PREFIX, "prefix-same": PREFIX_SAME}
-"""Methods by what the command line calls them."""
+"""Methods without a link method, by their names on the command line."""
 _OTHER_CHUNKS = f"{FULL.name}, chunks of "
 
 
 def noise_name(chunk: int) -> str:
-    """What full recompute is called on a stock engine whose ``max_num_batched_tokens`` is ``chunk``."""
+    """Return the name of full recompute on a stock engine whose ``max_num_batched_tokens`` is ``chunk``."""
     return f"{_OTHER_CHUNKS}{chunk}"
 
 
@@ -112,12 +112,12 @@ def is_noise(name: str) -> bool:
 
 
 def link_method(text: str) -> Method:
-    """The method that the command line calls ``text``: ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``,
-    ``epic-0``, ``block``, ``seam-4-0+4``, ``full``, ``prefix``, ``prefix-same``; a context and islands follow
-    behind strokes: ``hypic-8/text/query-10``, ``hypic-8/lead``, ``hypic-8/query-10``; behind an ``@`` how
-    segments are found: ``hypic-8@cdc``, ``hypic-8/text@structure``.
+    """Return the method that the command line calls ``text``.
 
-    Raises :class:`LinkError` naming a bad one.
+    Names are ``hypic-8`` (seam window 8), ``naive-8``, ``epic-16``, ``epic-0``, ``block``, ``seam-4-0+4``,
+    ``full``, ``prefix``, ``prefix-same``.  A context and islands follow behind slashes: ``hypic-8/lead``,
+    ``hypic-8/text/query-10``, ``hypic-8/query-10``.  The mode that finds segments follows behind an ``@``:
+    ``hypic-8@cdc``, ``hypic-8/text@structure``.  Raises :class:`LinkError` that names a bad method.
     """
     if text in PLAIN:
         return PLAIN[text]
@@ -144,4 +144,4 @@ DEFAULT = (
     *("epic-0", "epic-2", "epic-8", "epic-16", "epic-32"),
     *("hypic-0", "hypic-4", "hypic-8", "hypic-16", "hypic-32"),
 )
-"""Methods that are compared unless others are named."""
+"""Methods that are compared by default."""

@@ -1,4 +1,4 @@
-"""Types of the command's options."""
+"""Types of options of the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 
 class Names(click.ParamType):
-    """Different names with commas between, each of which ``read`` takes; it raises ``ValueError``."""
+    """Distinct names, separated by commas; ``read`` raises ``ValueError`` for a name that is not allowed."""
 
     name = "names"
 
@@ -34,7 +34,7 @@ class Names(click.ParamType):
 
 
 class JsonObject(click.ParamType):
-    """A JSON object without the names ``ours``."""
+    """A JSON object; names in ``ours`` are refused, because the command sets these names itself."""
 
     name = "json"
 

@@ -16,7 +16,7 @@ from .results import FamilyResult, Metric, Overall
 
 COLUMNS = 3
 LEAST_SPAN = 1.0
-"""Points on either side of 0 that a panel shows at least: a fraction of a point must not fill it."""
+"""Points on either side of 0 that a panel shows at least, so that a fraction of a point does not fill it."""
 COLOUR_OF = {
     FULL.name: COLOURS["stock"],
     PREFIX.name: COLOURS["prefix"],
@@ -27,12 +27,12 @@ COLOUR_OF = {
     "block": "#8c564b",
 }
 OTHERS = ("#ff7f0e", "#e377c2", "#bcbd22", "#000000", "#7f7f7f", "#aec7e8", "#98df8a", "#ffbb78", "#c49c94")
-"""Lines that have no colour of their own, in turns."""
+"""Colours of all other lines, in turns."""
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One method: ``x`` is what its first token costs, ``y`` its difference to full recompute in points."""
+    """A method: ``x`` is its first token's cost, ``y`` its difference to full recompute in points."""
 
     method: str
     x: float
@@ -40,7 +40,7 @@ class ParetoPoint:
 
     @property
     def line(self) -> str:
-        """Methods that differ in a width alone are joined by a line."""
+        """Return the name of the method's line, which joins methods that differ only in their width."""
         return re.sub(r"-\d+$", "", self.method)
 
     @property
@@ -55,14 +55,14 @@ class Panel:
     x_label: str
     points: tuple[ParetoPoint, ...]
     noise: Estimate | None
-    """Difference of full recompute to itself on another engine."""
+    """Difference, in points, of full recompute to itself on another engine."""
     y_label: str = "points to full recompute"
 
 
 def panels(results: Sequence[FamilyResult], over: Sequence[Overall], metric: Metric) -> list[Panel]:
-    """One for each family and, where there are several, one for their mean.
+    """Return a panel for each family and, with several families, a panel for their mean.
 
-    Costs are times to first token or, where these were not measured, shares of the prompt that are computed.
+    Costs are times to first token, or shares of the prompt that are computed if no times were measured.
     """
     found = [_of_family(r, metric) for r in results]
     if len(results) > 1:
@@ -98,14 +98,14 @@ def _of_all(over: Sequence[Overall]) -> Panel:
 
 
 def _panel(title: str, x_label: str, points: Sequence[ParetoPoint]) -> Panel:
-    """Noise was not timed, and is a band instead of a point."""
+    """Return a panel with the noise as a band, not as a point, because the noise was not timed."""
     noise = next((p.y for p in points if is_noise(p.method)), None)
     return Panel(title, x_label, tuple(p for p in points if not is_noise(p.method)), noise)
 
 
 def plot(path: Path, drawn: Sequence[Panel], *, title: str) -> None:
     """Draw the panels into a PNG file."""
-    # Not pyplot: no global state, and no display is asked for.
+    # Unlike pyplot, these classes have no global state and need no display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -120,7 +120,7 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str) -> None:
         _draw(axis, panel, colours)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    # One for all panels, below them: inside it would hide points.
+    # A legend inside a panel would hide points.
     labelled = {
         label: handle
         for axis in axes
@@ -133,7 +133,7 @@ def plot(path: Path, drawn: Sequence[Panel], *, title: str) -> None:
 
 
 def _colours(drawn: Sequence[Panel]) -> dict[str, str]:
-    """Colours by line, the same in all panels."""
+    """Return the colours by line, which are the same in all panels."""
     lines = dict.fromkeys(p.line for panel in drawn for p in panel.points)
     others = itertools.cycle(OTHERS)
     return {line: COLOUR_OF.get(line) or next(others) for line in lines}

@@ -1,7 +1,7 @@
-"""Prompts that fit the public pool together.
+"""Groups prompts into batches that fit the public pool.
 
-What does not fit is computed in the stream or evicted between a cold and a warm request: either would
-be measured as something that it is not.
+Segments that do not fit are computed in the stream, or evicted between a cold and a warm request.  Either
+case would falsify the measurement of a method.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from .task import Example
 
 
 class PoolError(ValueError):
-    """A prompt that the pool cannot hold."""
+    """The pool cannot hold the records of a prompt."""
 
 
 def pool_limits(engine: Engine) -> PoolLimits | None:
-    """What requests may take of the pool together; ``None``: a stock engine has none."""
+    """Return what requests may take of the pool together, or ``None`` for a stock engine without a pool."""
     return engine.call(_limits) if engine.hypic else None
 
 
 def traits(engine: Engine) -> ModelTraits:
-    """What link methods must know of a hypic engine's model."""
+    """Return the traits of a hypic engine's model that link methods depend on."""
     return engine.call(_traits)
 
 
 def pool_batches(examples: Sequence[Example], limits: PoolLimits | None, most: int) -> Iterator[range]:
-    """Neighbouring examples, by index: at most ``most``, and no more than the pool holds at once.
+    """Yield ranges of indices of neighbouring examples: at most ``most``, and no more than the pool holds.
 
-    Raises :class:`PoolError` for an example that alone does not fit.
+    Raises :class:`PoolError` for a single example that does not fit.
     """
     begin = 0
     while begin < len(examples):
@@ -58,7 +58,7 @@ def pool_batches(examples: Sequence[Example], limits: PoolLimits | None, most: i
 
 
 def _need(prompt: Prompt, limits: PoolLimits) -> tuple[int, int, int]:
-    """Most pages, slots and transition blocks that the prompt's records take with any link method."""
+    """Return the most pages, slots and transition blocks that the records take with any link method."""
     parts = (prompt.head, *prompt.documents)
     pages = sum(-(-len(part) // limits.page_tokens) for part in parts)
     return pages + len(parts) * limits.state_pages, len(parts), len(prompt.documents) * limits.record_tiles

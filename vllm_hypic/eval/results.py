@@ -1,4 +1,4 @@
-"""Numbers of each method, by family of tasks and over all of them."""
+"""Results of each method, by family of tasks and over all families."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERCENT = 100.0
 
 
 class Metric(Enum):
-    """What an answer is worth, 0 to 1; by the names of fields of :class:`Scores` and :class:`Cell`."""
+    """A score of an answer, 0 to 1; members have the names of fields of :class:`Scores` and :class:`Cell`."""
 
     CONTAINS = "contains"
     EXACT = "exact"
@@ -34,7 +34,7 @@ class Metric(Enum):
 
 @dataclass(frozen=True)
 class Score:
-    """One metric: its mean in percent, and how many points it differs from full recompute's, in pairs."""
+    """A metric's mean in percent, and its difference to full recompute's in points, resampled in pairs."""
 
     mean: Estimate
     difference: Estimate
@@ -42,19 +42,19 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRun:
-    """What every method shows on every family: how far first tokens are from full recompute's, and its price.
+    """A method's results on a family of any kind: distance of first tokens to full recompute's, and costs.
     Counts of tokens are means over prompts."""
 
     method: str
     kl_median: float
     kl_mean: Estimate
-    """KL divergence of the first token from full recompute's, in nats."""
+    """KL divergence of the first token to full recompute's, in nats."""
     prompt_tokens: float
     computed_tokens: float
     reused_none: int
-    """Prompts of which every token was computed."""
+    """Count of prompts whose tokens were all computed."""
     first_token: Spread | None
-    """Seconds; ``None``: not measured."""
+    """Time to first token in seconds, or ``None`` if not measured."""
 
     @property
     def computed_share(self) -> float:
@@ -63,18 +63,18 @@ class MethodRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(MethodRun):
-    """One method on one family of questions."""
+    """A method's results on a family of questions."""
 
     contains: Score
     exact: Score
     f1: Score
     rouge_l: Score
     same_tokens: Estimate
-    """Percent of answers that are full recompute's, token by token."""
+    """Percent of answers with the same tokens as full recompute's."""
     same_argmax: Estimate
-    """Percent of prompts whose most likely first token is full recompute's."""
+    """Percent of prompts with the same most likely first token as full recompute's."""
     first_divergence: float | None
-    """Median over the other answers, counted from 0; ``None``: there are none."""
+    """Median index, from 0, of the first differing token in answers that differ; ``None`` without such."""
     kl_worst: float
     """The largest KL divergence of a first token, in nats."""
 
@@ -85,57 +85,57 @@ class Cell(MethodRun):
 
 @dataclass(frozen=True, kw_only=True)
 class TextCell(MethodRun):
-    """One method on one family of texts that go on."""
+    """A method's results on a family of continued texts."""
 
     nll: Estimate
     """Mean negative log-likelihood of the continuations' tokens, in nats."""
     increase: Estimate
-    """Percent by which the mean is above full recompute's, resampled in pairs."""
+    """Percent by which the mean exceeds full recompute's, resampled in pairs."""
 
 
 @dataclass(frozen=True)
 class FamilyRun:
-    """One family, as all methods saw it."""
+    """A family with its prompts, the same for all methods."""
 
     family: str
     prompts: int
     left_out: int
-    """Prompts that are longer than the engine's context."""
+    """Count of prompts that are longer than the engine's context."""
 
 
 @dataclass(frozen=True)
 class FamilyResult(FamilyRun):
-    """All methods on one family of questions; full recompute is the first."""
+    """Results of all methods on a family of questions; full recompute is the first cell."""
 
     cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
 class TextResult(FamilyRun):
-    """All methods on one family of texts that go on; full recompute is the first."""
+    """Results of all methods on a family of continued texts; full recompute is the first cell."""
 
     cells: tuple[TextCell, ...]
 
 
 @dataclass(frozen=True)
 class Overall:
-    """One method over all families, each of which counts alike."""
+    """A method's results over all families, with equal weight for each family."""
 
     method: str
     mean: Estimate
-    """Percent."""
+    """Mean of the metric in percent."""
     difference: Estimate
-    """Points; to full recompute."""
+    """Difference to full recompute, in points."""
     worst_family: str
     worst: Estimate
-    """The difference there."""
+    """Difference in the worst family."""
     same_tokens: float
-    """Percent of answers that are full recompute's."""
+    """Percent of answers with the same tokens as full recompute's."""
     kl: float
-    """Mean over prompts, in nats."""
+    """Mean KL divergence over prompts, in nats."""
     computed_share: float
     first_token_speedup: float | None
-    """How many times sooner than full recompute's the first token is there: geometric mean."""
+    """Geometric mean of the factors by which the first token comes sooner than full recompute's."""
 
 
 def cell(
@@ -145,7 +145,8 @@ def cell(
     reference: Sequence[Scores],
     first_token: Spread | None = None,
 ) -> Cell:
-    """``scores`` of ``outcomes``, and full recompute's of the same tasks in the same order."""
+    """Return a method's cell.  ``scores`` belong to ``outcomes``; ``reference`` holds full recompute's
+    scores of the same tasks in the same order."""
 
     def compared(metric: Metric) -> Score:
         own, other = [metric.of(s) for s in scores], [metric.of(s) for s in reference]
@@ -181,7 +182,8 @@ def text_cell(
     reference: Sequence[Likelihood],
     first_token: Spread | None = None,
 ) -> TextCell:
-    """``found`` of ``outcomes``, and full recompute's of the same texts in the same order."""
+    """Return a method's cell.  ``found`` belongs to ``outcomes``; ``reference`` holds full recompute's
+    likelihoods of the same texts in the same order."""
     own, base = [one.nll for one in found], [one.nll for one in reference]
     kls = [one.kl for one in found]
     return TextCell(
@@ -198,7 +200,7 @@ def text_cell(
 
 
 def nll_increase(found: Sequence[float], full: Sequence[float]) -> Estimate:
-    """Percent by which the mean of ``found`` is above that of ``full``, resampled in pairs."""
+    """Return by how many percent the mean of ``found`` exceeds the mean of ``full``, resampled in pairs."""
     return estimates.difference(found, full).times(PERCENT / statistics.fmean(full))
 
 
@@ -207,7 +209,8 @@ def overall(
     scores: Mapping[str, Mapping[str, Sequence[Scores]]],
     metric: Metric,
 ) -> list[Overall]:
-    """``scores[family][method]``; methods in the order of the first family's cells."""
+    """Return all methods over all families, in the order of the first family's cells; scores are
+    ``scores[family][method]``."""
     full = results[0].cells[0].method
     return [_over_families(c.method, full, results, scores, metric) for c in results[0].cells]
 

@@ -1,4 +1,4 @@
-"""Examples through engines, method by method: answers and times to first token."""
+"""Runs examples through engines, method by method, for answers and times to first token."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .pool_batches import pool_batches, pool_limits
 from .task import Example
 
 BATCH = 16
-"""Requests that run together."""
+"""Requests that run at a time."""
 SEQUENCES = 64
-"""``max_num_seqs`` of the noise engine: vLLM wants no more than a step has tokens."""
+"""``max_num_seqs`` of the noise engine: vLLM allows no more sequences than a step has tokens."""
 
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """What one method made of one example."""
+    """A method's answer to an example."""
 
     text: str
-    """The answer without special tokens."""
+    """Text of the answer without special tokens."""
     tokens: tuple[int, ...]
-    """Ends with the end-of-sequence token, unless the answer was cut off."""
+    """Tokens of the answer, with the end-of-sequence token unless the answer was cut off."""
     logprobs: dict[int, float]
-    """The first token's, for the most likely ones of full recompute."""
+    """Logprobs at the first token, for the most likely tokens of full recompute."""
     prompt_tokens: int
-    """Tokens of the prompt without separators."""
+    """Count of the prompt's tokens without separators."""
     cached: int
-    """Prompt tokens that were not computed: read from vLLM's prefix cache or from records."""
+    """Count of prompt tokens read from vLLM's prefix cache or from records, not computed."""
     forced: tuple[float, ...] = ()
     """Logprobs of the tokens of the example's continuation."""
 
@@ -54,13 +54,13 @@ def evaluate(
     batch: int = BATCH,
     references: Sequence[MethodAnswer] | None = None,
 ) -> dict[Method, list[MethodAnswer]]:
-    """Outcomes of each method, in the order of ``examples``; full recompute is always among the methods.
+    """Return the outcomes of each method, in the order of ``examples``; full recompute is always included.
 
-    What a method reuses is computed before its requests and dropped after them, unless the next method reads
-    the same records.  Requests run ``batch`` at a time, or as many as the pool holds; raises ``PoolError``
-    where it does not hold one.  ``done`` is told how many (example, method) pairs were finished since the
-    last time.  ``references``: full recompute's outcomes on another engine, whose most likely tokens are
-    compared instead of this one's.
+    A method's cached data are computed before its requests, and dropped afterwards unless the next method
+    reads the same records.  Requests run ``batch`` at a time, or as many as the pool holds; raises
+    ``PoolError`` if the pool cannot hold a single request.  ``done`` gets the number of (example, method)
+    pairs finished since its last call.  ``references``: full recompute's outcomes on another engine, whose
+    most likely tokens are compared instead of this engine's.
     """
     limits = pool_limits(engine)
     found: dict[Method, list[MethodAnswer]] = {m: [] for m in dict.fromkeys((FULL, *methods))}
@@ -80,13 +80,13 @@ def evaluate(
 
 
 def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
-    """Empty the caches, and compute what ``method`` finds there when the same documents come again."""
+    """Empty the caches, and compute what ``method`` finds cached when the same documents come again."""
     engine.call(engine_calls.reset)
     if method is FULL:
         return
     if method.mode == "off":
-        # Without a question: that is new every time. A prompt that ends in a separator has its segments
-        # computed and nothing else.
+        # The question is new in every request. A prompt that ends in a separator computes its segments, and
+        # nothing else.
         before = [replace(e.prompt, question=()) for e in group]
     else:
         others = [*group[1:], group[0]]
@@ -117,7 +117,7 @@ def _answers(
 
 
 def _in_another_order(prompt: Prompt, seed: int) -> Prompt:
-    """The same documents, another one first where there are two."""
+    """Return the prompt with its documents reordered; of two or more documents, another document is first."""
     return prompt.reordered(Writer((), seed).order(len(prompt.documents)), prompt.question)
 
 
@@ -135,10 +135,11 @@ def first_token_times(
     *,
     done: Callable[[int], None] = lambda n: None,
 ) -> dict[Method, Spread]:
-    """Seconds; each repeat is another example, and the methods take turns in who is first.
+    """Return the times to first token in seconds; repeats use different examples, and methods take turns
+    in being first.
 
-    One round before them is not counted.  ``done`` is told how many requests were measured since the last
-    time.
+    An extra round before the repeats does not count.  ``done`` gets the number of requests measured since its
+    last call.
     """
     times: dict[Method, list[float]] = {method: [] for method in methods}
     for repeat in range(-1, repeats):
@@ -155,9 +156,9 @@ def first_token_times(
 
 
 def noise_engine(settings: EngineSettings, context: int, chunk: int, **more: Any) -> Engine:
-    """A stock engine that shows full recompute's own noise: it cuts prompts into other chunks.
+    """Return a stock engine that shows full recompute's own noise, by cutting prompts into other chunks.
 
-    It takes prompts of up to ``context`` tokens in steps of ``chunk``; ``more``: vLLM's options.
+    Prompts have up to ``context`` tokens and run in steps of ``chunk`` tokens; ``more``: options of vLLM.
     """
     own = {
         "max_num_batched_tokens": chunk,

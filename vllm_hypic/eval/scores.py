@@ -1,4 +1,4 @@
-"""What one answer is worth: against the right answers, and against full recompute's."""
+"""Scores an answer against the right answers, and against full recompute's answer."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Scores:
-    """The first four are of the text, best over the right answers; the others are of tokens and logprobs."""
+    """Scores of an answer: of its text, the best over the right answers, and of its tokens and logprobs."""
 
     contains: bool
-    """The words of a right answer stand in the answer, side by side and in their order: what else a talkative
-    model says does not count against it."""
+    """Whether the answer holds the words of a right answer, side by side in their order.  Further words of a
+    talkative model do no harm."""
     exact: bool
-    """The answer, or its first line where the model went on, has the words of a right one in their order."""
+    """Whether the answer, or its first line, consists of the words of a right answer in their order."""
     f1: float
-    """F1 of the words, as SQuAD counts it: 0 to 1."""
+    """F1 of the words, 0 to 1, as in SQuAD."""
     rouge_l: float
-    """F-measure of the longest common subsequence of words: 0 to 1."""
+    """F-measure of the longest common subsequence of words, 0 to 1."""
     first_divergence: int | None
-    """Output token, from 0, where it leaves full recompute's answer; ``None``: it never does."""
+    """Index, from 0, of the first token that differs from full recompute's answer; ``None`` without any."""
     kl: float
     """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
-    """The most likely first token is full recompute's."""
+    """Whether the most likely first token is full recompute's."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely a continuation is."""
+    """Likelihood of a continuation."""
 
     nll: float
-    """Mean negative log-likelihood of its tokens, in nats."""
+    """Mean negative log-likelihood of the continuation's tokens, in nats."""
     kl: float
     """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
-    """The most likely first token is full recompute's."""
+    """Whether the most likely first token is full recompute's."""
 
 
 def likelihood(outcome: MethodAnswer, reference: MethodAnswer) -> Likelihood:
-    """``reference``: full recompute's outcome of the same task.  Raises as :func:`score`."""
+    """Return the continuation's likelihood; arguments and errors as of :func:`score`."""
     away = distance(reference.logprobs, outcome.logprobs)
     return Likelihood(-statistics.fmean(outcome.forced), away.kl, away.same_argmax)
 
 
 def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
-    """``reference``: full recompute's outcome of the same task.
+    """Return the scores of an outcome; ``reference``: full recompute's outcome of the same task.
 
-    Raises ``KeyError`` when ``outcome`` lacks the logprob of one of the reference's most likely tokens.
+    Raises ``KeyError`` if ``outcome`` lacks the logprob of a most likely token of the reference.
     """
     said = words(outcome.text)
     line = words(first_line(outcome.text))
@@ -76,30 +76,30 @@ def score(task: Task, outcome: MethodAnswer, reference: MethodAnswer) -> Scores:
 
 
 def words(text: str) -> list[str]:
-    """Lower-case words without punctuation and English articles; a text of articles alone keeps them."""
+    """Return lower-case words without punctuation and articles; a text of articles alone keeps them."""
     found = text.lower().translate(_NO_PUNCTUATION).split()
     return [word for word in found if word not in ARTICLES] or found
 
 
 def holds(said: Sequence[str], right: Sequence[str]) -> bool:
-    """``right`` stands in ``said``, word by word."""
+    """Whether ``said`` holds the words of ``right`` side by side."""
     n = len(right)
     return any(list(said[i : i + n]) == list(right) for i in range(len(said) - n + 1))
 
 
 def first_line(text: str) -> str:
-    """The first line that is not blank."""
+    """Return the first line that is not blank."""
     return next((line for line in text.splitlines() if line.strip()), "")
 
 
 def f1(right: Sequence[str], said: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over words, whatever their order; 1 where both are empty."""
+    """Return the harmonic mean of precision and recall over words in any order; 1 if both texts are empty."""
     return _harmonic((Counter(right) & Counter(said)).total(), len(right), len(said))
 
 
 def rouge_l(right: Sequence[str], said: Sequence[str]) -> float:
-    """Harmonic mean of the shares that the longest common subsequence has of both; 1 where both are empty."""
-    row = [0] * (len(said) + 1)  # row[j]: longest one of what was read of `right` and of said[:j]
+    """Return the harmonic mean of the longest common subsequence's shares of both; 1 if both are empty."""
+    row = [0] * (len(said) + 1)  # row[j]: longest subsequence common to said[:j] and `right` so far
     for word in right:
         before = row
         row = [0]
@@ -109,7 +109,8 @@ def rouge_l(right: Sequence[str], said: Sequence[str]) -> float:
 
 
 def first_divergence(reference: Sequence[int], other: Sequence[int]) -> int | None:
-    """First index at which the two differ; where one is the other's beginning, the length of that."""
+    """Return the first index at which the sequences differ, or ``None`` for equal sequences.  If one sequence
+    begins the other, the index is the shorter length."""
     for i, (a, b) in enumerate(zip(reference, other, strict=False)):
         if a != b:
             return i

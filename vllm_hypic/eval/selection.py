@@ -1,4 +1,4 @@
-"""What was asked for, and the tasks that this makes."""
+"""Settings of a run, and the tasks that they select."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .tasks.english import WORDS_PER_TOKEN
 from .tasks.families import FAMILIES, SEED_STEP, Source
 
 DATA_TOKENS = 512
-"""Most in a segment of a file's contexts, unless it is named."""
+"""Default limit on the tokens in a segment of a file's contexts."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for, as it stands in the JSON."""
+    """Settings of a run, as in the JSON report."""
 
     model: str
     engine: EngineSettings
@@ -33,9 +33,9 @@ class Settings:
     facts: int | None
     seed: int
     shapes: dict[str, tuple[int, int]]
-    """Documents and tokens of each, about, by family."""
+    """Documents, and approximate tokens of a document, by family."""
     texts: str | None
-    """Digest of the installed texts that natural families are made of; ``None``: there are none of these."""
+    """Digest of the installed texts behind natural families; ``None`` without natural families."""
     chat: bool
     chat_template: Path | None
     chat_template_kwargs: dict[str, Any]
@@ -45,7 +45,7 @@ class Settings:
 
 
 def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | None) -> tuple[str, ...]:
-    """Families to generate.  Raises ``click.UsageError`` for one that does not suit the model."""
+    """Return the families to generate.  Raises ``click.UsageError`` for a family unsuitable for the model."""
     suitable = tuple(name for name, family in FAMILIES.items() if family.suits(source.generator))
     if tasks is None:
         return () if data is not None else tuple(n for n in suitable if FAMILIES[n].usual(source.generator))
@@ -58,7 +58,7 @@ def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | Non
 
 
 def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
-    """Tasks by family.  Raises ``click.UsageError`` for shapes and files that make none."""
+    """Return the tasks by family.  Raises ``click.UsageError`` for shapes and files that give no tasks."""
     first = settings.seed * SEED_STEP
     made: dict[str, list[Task]] = {}
     for name in settings.tasks:

@@ -1,4 +1,4 @@
-"""All families through both engines: what the command measures."""
+"""Runs all families through both engines, as the command asks."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ from .scores import Likelihood, Scores, likelihood, score
 from .task import ChatTemplate, Example, Task
 
 Keep = Callable[[Task, str, MethodAnswer, Scores | Likelihood], None]
-"""(task, method, outcome, scores): told of every single answer."""
+"""Callback (task, method, outcome, scores) for every single answer."""
 
 
 @dataclass
 class Study:
-    """What was found so far; filled by :meth:`add`."""
+    """Results so far, to which :meth:`add` adds families."""
 
     engine: Engine
     noise: Engine | None
-    """A stock engine that cuts prompts into other chunks."""
+    """Stock engine that cuts prompts into other chunks; ``None``: the noise is not measured."""
     noise_name: str
     methods: Sequence[Method]
-    """Full recompute is the first."""
+    """Methods to compare, with full recompute first."""
     chat: bool
     template: ChatTemplate
     ttft_repeats: int
     steps: Steps
     keep: Keep
     skipped: list[str]
-    """Methods that the model refuses, as sentences."""
+    """Sentences about the methods that the model refuses."""
     results: list[FamilyResult] = field(default_factory=list)
-    """Families of questions."""
+    """Results of families of questions."""
     texts: list[TextResult] = field(default_factory=list)
-    """Families of texts that go on."""
+    """Results of families of continued texts."""
     scores: dict[str, dict[str, list[Scores]]] = field(default_factory=dict)
     """Scores of every question by family and method, in the order of the tasks."""
 
     def add(self, family: str, tasks: Sequence[Task]) -> FamilyResult | TextResult:
-        """Run and score one family, either of questions or of texts that go on; keeps what it gives back.
+        """Run, score, store and return a family, either of questions or of continued texts.
 
-        Raises ``TasksError`` when no prompt fits the context, ``PoolError`` when one does not fit the
-        pool.
+        Raises ``TasksError`` if no prompt fits the context, ``PoolError`` if a prompt does not fit the pool.
         """
         self.steps.show(f"{family}: accuracy")
         examples = fitting(self.engine, family, tasks, chat=self.chat, template=self.template)
@@ -83,7 +82,7 @@ class Study:
         outcomes: Mapping[str, Sequence[MethodAnswer]],
         scores: Mapping[str, Sequence[Scores | Likelihood]],
     ) -> dict[str, Spread]:
-        """Keep the answers; times to first token by the method's name, none where they are not measured."""
+        """Keep the answers; return times to first token by method name, empty if times are not measured."""
         for name, found in scores.items():
             for example, outcome, one in zip(examples, outcomes[name], found, strict=True):
                 self.keep(example.task, name, outcome, one)
@@ -95,7 +94,7 @@ class Study:
         return {method.name: spread for method, spread in times.items()}
 
     def _outcomes(self, examples: Sequence[Example]) -> dict[str, list[MethodAnswer]]:
-        """Outcomes by name: full recompute, its noise, the other methods."""
+        """Return the outcomes by name: full recompute, its noise, all other methods."""
         found = evaluate(self.engine, examples, self.methods, done=self.steps.done)
         full = found[FULL]
         named = {FULL.name: full}
@@ -106,7 +105,7 @@ class Study:
 
 
 def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:
-    """Methods that the engine's model cannot honour, and why."""
+    """Return the methods that the engine's model cannot honour, each with the reason."""
     traits = pool_batches.traits(engine)
     reasons = {m: link.refused_by(traits) for m in methods if (link := m.linked) is not None}
     return {method: reason for method, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""Results as tables and sentences."""
+"""Formats results as tables and sentences."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ TEXT_COLUMNS = ("", "NLL, nats a token", "to full, %", "KL", "computed", "warm T
 
 
 COMPUTE_ALL = {method.name for method in PLAIN.values()}
-"""Methods that have no segments to reuse."""
+"""Names of methods that have no segments to reuse."""
 WIDTH = 156
-"""Characters that the tables take."""
+"""Characters in a line of the tables."""
 
 
 def wide_console() -> Console:
-    """Wide enough for the tables when the output is a file."""
+    """Return a console that is wide enough for the tables, also when the output is a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
 def family_table(result: FamilyResult) -> Table:
-    """One row a method."""
+    """Return a table with a row for each method."""
     return _plain(table(f"{result.family}, {result.prompts} prompts", COLUMNS, map(_row, result.cells)))
 
 
@@ -61,7 +61,7 @@ def _row(c: Cell) -> list[str]:
 
 
 def text_table(result: TextResult) -> Table:
-    """One row a method."""
+    """Return a table with a row for each method."""
     title = f"{result.family}, {result.prompts} texts"
     return _plain(table(title, TEXT_COLUMNS, map(_text_row, result.cells)))
 
@@ -78,7 +78,7 @@ def _text_row(c: TextCell) -> list[str]:
 
 
 def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Table:
-    """One row a method, the mean over families."""
+    """Return a table of means over families, with a row for each method."""
     columns = (
         "",
         f"{metric.value}, %",
@@ -113,7 +113,7 @@ def overall_table(rows: Sequence[Overall], families: int, metric: Metric) -> Tab
 
 
 def notes(result: FamilyResult | TextResult) -> list[str]:
-    """What a reader of the family's table must know."""
+    """Return sentences that a reader of the family's table must know."""
     found = []
     if result.left_out:
         found.append(f"{result.family}: {result.left_out} prompts do not fit the context and were left out.")
@@ -132,13 +132,13 @@ def notes(result: FamilyResult | TextResult) -> list[str]:
 
 
 def with_interval(e: Estimate, sign: str = "") -> str:
-    """``98.2 [96.9, 99.1]``; ``0`` where nothing differs."""
+    """Format an estimate as ``98.2 [96.9, 99.1]``, or as ``0`` if it is a difference and all values are 0."""
     if sign and e.value == e.low == e.high == 0:
         return "0"
     return f"{e.value:{sign}.1f} [{e.low:{sign}.1f}, {e.high:{sign}.1f}]"
 
 
 def _plain(found: Table) -> Table:
-    """A table without lines between columns: there are many."""
+    """Remove the lines between columns, because the table has many columns."""
     found.box = SIMPLE_HEAD
     return found

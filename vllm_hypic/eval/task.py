@@ -15,54 +15,54 @@ TEXTS = PrimitiveTexts()
 
 @dataclass(frozen=True)
 class Task:
-    """Texts; none of them holds a primitive's text."""
+    """A task as texts, which hold no primitive's text."""
 
     family: str
-    """Kind of task: results are told by family."""
+    """Kind of task, by which results are reported."""
     system: str
-    """The leading segment: instructions that stand before the segments, never empty."""
+    """Leading segment: instructions before the segments, never empty."""
     segments: tuple[str, ...]
     question: str
     answers: tuple[str, ...]
-    """Any of them is right."""
+    """Right answers, any of which counts."""
     answer_tokens: int
-    """Most tokens that an answer may take."""
+    """Limit on the tokens of an answer."""
     continuation: str = ""
-    """Where it is not empty, nothing is asked: this is what follows, and how likely its first
-    ``answer_tokens`` tokens are is what counts."""
+    """Text that follows the prompt; if not empty, the task asks no question, and the likelihood of the text's
+    first ``answer_tokens`` tokens is measured."""
     opening: str = ""
-    """First words of the answer, which are given: small chat models keep to the question then."""
+    """First words of the answer, which are given so that small chat models keep to the question."""
     after: tuple[tuple[str, str], ...] = ()
-    """Messages behind the question, role and text: an agent's calls, and their results."""
+    """Messages behind the question, as role and text: an agent's calls and their results."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A task as one model's token ids."""
+    """A task as token ids of a model."""
 
     task: Task
     prompt: Prompt
     continuation: tuple[int, ...] = ()
-    """Tokens of the task's continuation; empty where a question is asked."""
+    """Tokens of the task's continuation; empty for a question."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How messages become a prompt."""
+    """A chat template, which turns messages into a prompt."""
 
     text: str | None = None
-    """``None``: the template that comes with the model."""
+    """Text of the template; ``None`` for the model's own template."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """Given to the template, like ``{"enable_thinking": False}``."""
+    """Options of the template, like ``{"enable_thinking": False}``."""
 
 
 def encode(
     engine: Engine, tasks: Sequence[Task], *, chat: bool, template: ChatTemplate = ChatTemplate()
 ) -> list[Example]:
-    """``tasks`` for the model of a hypic engine; ``chat``: through the chat template.
+    """Return the ``tasks`` as token ids for a hypic engine; ``chat`` applies the chat template.
 
-    Every segment is tokenised alone, so that all methods, plain prompts among them, see the same tokens.
-    Raises ``ValueError`` for a task that has other segments once it is tokenised.
+    Every segment is tokenised alone, so that all methods, plain prompts included, see the same tokens.
+    Raises ``ValueError`` for a task whose segments change in tokenisation.
     """
     if not chat and any(task.after for task in tasks):
         raise ValueError("a task has tool calls, which need a chat: use a chat template, not --no-chat")
@@ -88,7 +88,7 @@ def encode(
 def _token_ids(
     llm: object, texts: Sequence[str | list[dict[str, str]]], template: ChatTemplate
 ) -> list[list[int]]:
-    """Render a chat; runs in the engine's process."""
+    """Return the token ids of texts and of chats; runs in the engine's process."""
     tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
 
     def of_messages(messages: list[dict[str, str]]) -> list[int]:
@@ -106,7 +106,7 @@ def _token_ids(
 
 
 def _given_ids(llm: object, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-    """Openings and continuations: nothing is put before them; runs in the engine's process."""
+    """Return token ids of openings and continuations without special tokens; runs in the engine's process."""
     tokenizer = llm.get_tokenizer()  # type: ignore[attr-defined]
 
     def ids(text: str) -> list[int]:

@@ -1,1 +1,1 @@
-"""Engines and servers in processes, prompts, statistics, reports: for evaluation and benchmarks."""
+"""Engines and servers in processes, prompts, statistics and reports for evaluation and benchmarks."""

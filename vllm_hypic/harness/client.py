@@ -1,4 +1,4 @@
-"""A client of the completion routes that times its answers, and reads what a router says of a request.
+"""A client of the completion routes that times its answers, and reads a router's breakdown of a request.
 
 answer = ask(server.url, "/v1/completions", {"prompt": "...", "max_tokens": 8})
 print(answer.text, answer.first_token_s)
@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 TOP = 5
-"""Logprobs of each token that :func:`completion` asks for."""
+"""Number of logprobs that :func:`completion` asks for at each token."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +35,45 @@ class Answer:
 
     @property
     def cached_tokens(self) -> int:
-        """Needs the server's ``--enable-prompt-tokens-details``."""
+        """Return the prompt's cached tokens; the server must run with ``--enable-prompt-tokens-details``."""
         return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One segment of a request that was spread."""
+    """A segment of a request that a router spread over workers."""
 
     source: str
-    """``dispatched``, ``joined`` or ``held``."""
+    """Origin of the record: ``dispatched``, ``joined`` or ``held``."""
     worker: str | None
-    """URL of the one that delivered it."""
+    """URL of the worker that delivered the record."""
     tokens: int
     seconds: float | None
-    """Time from sending it out until it was delivered."""
+    """Seconds from the dispatch of the segment until the delivery of the record."""
     way: str | None = None
-    """``direct``, or ``tiers``: through a tier that both share."""
+    """Way of the record: ``direct``, or ``tiers`` for a tier that both servers share."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):
-    """Where a router says that the time of one request went, in seconds."""
+    """A router's report of the times of a request, in seconds."""
 
     kind: str
-    """``parallel`` or ``whole``."""
+    """Kind of routing: ``parallel`` or ``whole``."""
     combine: str
-    """URL of the one that answered."""
+    """URL of the server that answered."""
     plan_s: float
-    """Tokenising, planning and assigning."""
+    """Time to tokenise, plan and assign."""
     first_byte_s: float
     dispatch_s: float | None = None
-    """First segment sent out to last record delivered."""
+    """Time from the first dispatched segment to the last delivered record."""
     exposed_transfer_s: float | None = None
-    """Part of it after all segments were computed, with records still under way."""
+    """Part of ``dispatch_s`` after all segments were computed, with records still under way."""
     combine_s: float | None = None
-    """Last record delivered to the answer's first byte."""
+    """Time from the last delivered record to the answer's first byte."""
     local: int = 0
-    """Segments that were left to the combine node."""
+    """Count of segments left to the combine node."""
     segments: tuple[Part, ...] | None = ()
     reason: str | None = None
-    """Why it went whole to one instance."""
+    """Reason why the request went whole to a single instance."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,23 @@ class Reply:
     """A streamed answer with its logprobs.  Times are seconds from sending the request."""
 
     tokens: tuple[str, ...]
-    """Each is ``token_id:...``."""
+    """Tokens in the form ``token_id:...``."""
     logprobs: tuple[tuple[tuple[str, float], ...], ...]
-    """The most likely tokens' for each token, as they were sent: equal if and only if their bits are."""
+    """Logprobs of the most likely tokens at each token, as sent: equal if and only if their bits are."""
     first_token_s: float
     total_s: float
     breakdown: Breakdown | None
-    """``None`` from others than routers."""
+    """Report of the router; ``None`` from any other server."""
 
     def same_as(self, other: Reply) -> bool:
-        """Same tokens, and the same logprobs to the last bit."""
+        """Whether tokens and logprobs are the same to the last bit."""
         return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
 
 
 def ask(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Answer:
-    """Send one completion or chat completion; raises ``httpx.HTTPError`` when it is refused or broken off.
+    """Send a completion or chat completion; raise ``httpx.HTTPError`` if it is refused or broken off.
 
-    ``first_token_s`` is when the first text arrived (the end of the answer, if it has none).
+    ``first_token_s`` of the answer is the arrival of the first text, or the end of an answer without text.
     """
     stream = _Stream(url + path, {**body, "stream_options": {"include_usage": True}}, {}, timeout_s)
     texts: list[str] = []
@@ -117,7 +117,7 @@ def ask(url: str, path: str, body: Mapping[str, Any], *, timeout_s: float = 300.
 
 
 def completion(url: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -> Reply:
-    """Send a greedy completion; raises ``httpx.HTTPError`` when it is refused or broken off."""
+    """Send a greedy completion; raise ``httpx.HTTPError`` if it is refused or broken off."""
     body = {"temperature": 0, **body, "logprobs": TOP, "return_tokens_as_token_ids": True}
     stream = _Stream(f"{url}/v1/completions", body, {"x-hypic-breakdown": "1"}, timeout_s)
     tokens: list[str] = []
@@ -138,7 +138,7 @@ def completion(url: str, body: Mapping[str, Any], *, timeout_s: float = 300.0) -
 
 
 class _Stream:
-    """One streamed request; its clock starts when its events are first asked for."""
+    """A streamed request, whose clock starts at the first call of :meth:`events`."""
 
     def __init__(
         self, url: str, body: Mapping[str, Any], headers: Mapping[str, str], timeout_s: float
@@ -147,14 +147,14 @@ class _Stream:
         self._timeout_s = timeout_s
         self._begin = 0.0
         self.headers: Mapping[str, str] = {}
-        """The answer's, once it has begun."""
+        """Headers of the answer, empty until the answer begins."""
 
     def seconds(self) -> float:
-        """Seconds since the request was sent."""
+        """Return the seconds since the request was sent."""
         return time.perf_counter() - self._begin
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The answer's events up to ``[DONE]``; raises ``httpx.HTTPError`` without it or with an error."""
+        """Yield the answer's events up to ``[DONE]``; raise ``httpx.HTTPError`` without it, or for errors."""
         self._begin = time.perf_counter()
         with httpx.stream(
             "POST", self._url, json=self._body, headers=self._sent_headers, timeout=self._timeout_s
@@ -176,6 +176,6 @@ class _Stream:
 
 
 def separator_of(url: str) -> int:
-    """The id of an instance's separator."""
+    """Return the token id of an instance's separator."""
     answer = httpx.get(f"{url}/v1/hypic/describe", timeout=30).raise_for_status()
     return int(answer.json()["separator"])

@@ -1,9 +1,9 @@
-"""Real servers of one machine for the demo, benchmarks and tests: workers, combine nodes, routers.
+"""Real servers on one machine for the demo, benchmarks and tests: workers, combine nodes, routers.
 
     with Cluster(Setup(model)) as cluster:
         answer = ask(cluster.router, "/v1/completions", {"prompt": prompt, "max_tokens": 8})
 
-Whatever happens inside, nothing that was started is left afterwards.
+No server is left running after the ``with`` block, whatever happens inside.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .serving import Server, ServerError
 
 FAILURES = "hypic_router_failures_total"
 _MOST_STARTED = 64
-"""Servers that one cluster starts in its life; each is kept by a thread."""
+"""Limit on the servers that a cluster starts in its life; each server needs a thread that stays."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How the servers run; what is not named is vLLM's default."""
+    """Settings of the servers; all other settings are vLLM's defaults."""
 
     model: Path
     workers: int = 2
@@ -47,36 +47,36 @@ class Setup:
     """OpenMP threads of each server."""
     eager: bool = True
     context: int = 16384
-    """Longest prompt and answer, in tokens."""
+    """Longest prompt with its answer, in tokens."""
     cache_bytes: int = 2**30
-    """vLLM's own KV cache."""
+    """Bytes of vLLM's own KV cache."""
     pool_bytes: int = 2**30
-    """The pool of records, in addition to it."""
+    """Bytes of the pool of records, in addition to vLLM's KV cache."""
     at_once: int = 1
-    """Requests that are computed together (``--max-num-seqs``).  1: every segment is prefilled alone, so that
-    its record is the same bit for bit wherever it is computed."""
+    """Requests that run together (``--max-num-seqs``).  With 1 every segment is prefilled alone, so that its
+    record is the same bit for bit on every server."""
     in_process: bool = True
-    """Engine and worker are one process.  vLLM's default on CPUs is two, which wait for each other spinning:
-    several servers would take the cores from each other."""
+    """Whether engine and worker share a process.  vLLM's default on CPUs is two processes that wait for each
+    other by spinning: several servers would take the cores from each other."""
     ranks: int = 1
-    """Tensor-parallel ranks of each server; with several ``in_process`` must be false."""
+    """Tensor-parallel ranks of each server; several ranks need ``in_process`` to be false."""
     options: tuple[str, ...] = ()
-    """More options of ``vllm serve``."""
+    """Further options of ``vllm serve``."""
     hypic: Mapping[str, Any] = field(default_factory=dict)
-    """More options of the plugin."""
+    """Further options of the plugin."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    """More options of its section ``segment_parallel``."""
+    """Further options of the plugin's section ``segment_parallel``."""
     router: tuple[str, ...] = ()
-    """More options of ``vllm-hypic router``."""
+    """Further options of ``vllm-hypic router``."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables of each server."""
+    """Further environment variables of each server."""
 
 
 class Instance(Server):
-    """One ``vllm serve`` that takes part in segment parallelism."""
+    """A ``vllm serve`` process that takes part in segment parallelism."""
 
     def __init__(self, name: str, setup: Setup, log: Path, *, port: int | None = None) -> None:
-        """``port``: of HTTP, where another one should be replaced; its other ports are new."""
+        """``port``: HTTP port of the instance to replace, or ``None`` for a new port; other ports are new."""
         self.name = name
         self.transport = setup.parallel.get("transport", "tcp")
         self.events, self.listen = (f"tcp://127.0.0.1:{free_ports(n)}" for n in (1, setup.ranks))
@@ -114,7 +114,7 @@ class Instance(Server):
 
 
 class Router(Server):
-    """One ``vllm-hypic router``."""
+    """A ``vllm-hypic router`` process."""
 
     health = "/healthcheck"
     program = ("-c", "from vllm_hypic.cli import main; main()")
@@ -139,7 +139,7 @@ class Router(Server):
         return ["vllm-hypic", "router", *self.options, "--host", "127.0.0.1", "--port", str(self.port)]
 
     def samples(self) -> dict[tuple[str, ...], float]:
-        """``/metrics`` by name and values of labels (in the order of labels' names)."""
+        """Return ``/metrics`` by name and values of labels (in the order of the labels' names)."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         return {
             (sample.name, *(sample.labels[k] for k in sorted(sample.labels))): sample.value
@@ -150,7 +150,8 @@ class Router(Server):
     def wait_for(
         self, met: Callable[[dict[tuple[str, ...], float]], bool], what: str, timeout_s: float = 60.0
     ) -> dict[tuple[str, ...], float]:
-        """The first :meth:`samples` that ``met`` accepts; else :class:`ServerError` names ``what``."""
+        """Return the first :meth:`samples` that ``met`` accepts; at timeout raise :class:`ServerError` with
+        ``what``."""
         deadline = time.monotonic() + timeout_s
         while not met(found := self.samples()):
             if time.monotonic() > deadline:
@@ -160,7 +161,7 @@ class Router(Server):
         return found
 
     def ready(self, instances: int, timeout_s: float = 60.0) -> None:
-        """Wait until so many instances may be given work."""
+        """Wait until the router knows ``instances`` instances to be up."""
         self.wait_for(
             lambda found: sum(v for k, v in found.items() if k[0] == "hypic_router_instance_up") >= instances,
             f"{instances} instances are up",
@@ -171,9 +172,9 @@ class Router(Server):
 class Cluster:
     """Workers, combine nodes and a router in front of them, as a context manager.
 
-    Entering starts all instances at once, then the router, and waits until it has heard of each.  Leaving,
-    also by an error, SIGTERM or SIGHUP, ends them all and raises :class:`ServerError` if one leaves a process
-    behind.  Logs are deleted unless an error left it; then they are in :attr:`folder`.
+    Entering starts all instances at once, then the router, and waits until the router knows each instance.
+    Leaving, also by an error, SIGTERM or SIGHUP, ends all servers and raises :class:`ServerError` if any
+    process survives.  Logs are deleted, but after an error they stay in :attr:`folder`.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -183,7 +184,7 @@ class Cluster:
         self.combines = [self.instance(f"combine{i}") for i in range(setup.combines)]
         self.router = self._router(self.workers, self.combines, *setup.router)
         self._started: list[Server] = []
-        # A server ends with the thread that started it: these stay as long as the cluster.
+        # A server ends with the thread that started it: these threads stay as long as the cluster.
         self._keepers = ThreadPoolExecutor(_MOST_STARTED, thread_name_prefix="keeper")
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -206,18 +207,18 @@ class Cluster:
         self._close(keep_logs=kind is not None and issubclass(kind, Exception))
 
     def start(self, *servers: Server) -> None:
-        """Start servers, all at once; the first failure is raised when all have been tried."""
+        """Start servers, all at once; raise the first failure when all servers have been tried."""
         self._started += servers
         _all([self._keepers.submit(server.start) for server in servers])
 
     def stop(self, *servers: Server) -> None:
-        """End servers, all at once, also those that a test has stopped."""
+        """End servers, all at once, also servers that a test has paused."""
         for server in servers:
             resume(server)
         _all([self._keepers.submit(server.stop) for server in servers])
 
     def replace(self, old: Instance, setup: Setup | None = None) -> Instance:
-        """End ``old`` and start another one at its URL, with ``setup`` if given."""
+        """End ``old``, and start and return another instance at its URL, with ``setup`` if given."""
         kind = self.workers if old in self.workers else self.combines
         self.stop(old)
         new = self.instance(old.name, setup, port=old.port)
@@ -226,22 +227,22 @@ class Cluster:
         return new
 
     def restart_router(self) -> None:
-        """End the router and start another one at its URL, which knows nothing of what the first one knew."""
+        """End the router and start another router at its URL, without the first router's state."""
         old = self.router
         self.stop(old)
         self.router = self._router(self.workers, self.combines, *self.setup.router, port=old.port)
         self.start(self.router)
 
     def another_router(self, workers: Sequence[Instance], *options: str) -> Router:
-        """One more router in front of the same combine nodes, with these workers alone and with more options;
-        up and informed."""
+        """Start and return a further router, with only these workers, the same combine nodes and further
+        ``options``; the router is up and knows all instances."""
         router = self._router(workers, self.combines, *self.setup.router, *options)
         self.start(router)
         router.ready(len(workers) + len(self.combines))
         return router
 
     def instance(self, name: str, setup: Setup | None = None, *, port: int | None = None) -> Instance:
-        """One more, not started."""
+        """Return a new instance, not started."""
         return Instance(name, setup or self.setup, self._log(name), port=port)
 
     def _router(
@@ -275,14 +276,14 @@ class Cluster:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _on_signals(self) -> None:
-        """Turn signals into an exit: by default they end a process without a word to its context managers."""
+        """Turn signals into an exit: by default a signal ends a process without its context managers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 self._handlers[number] = signal.signal(number, _leave)
 
 
 def pause(server: Server, *names: str) -> None:
-    """SIGSTOP to the server's processes, or to those whose command line holds one of ``names``."""
+    """Send SIGSTOP to the server's processes, or only to processes named by ``names`` in a command line."""
     found = [p for p in server.processes() if not names or any(n in " ".join(p.cmdline()) for n in names)]
     if not found:
         raise ServerError(f"no process of {shlex.join(server.command)} is named {' or '.join(names)}")
@@ -291,7 +292,7 @@ def pause(server: Server, *names: str) -> None:
 
 
 def resume(server: Server) -> None:
-    """SIGCONT to all of the server's processes."""
+    """Send SIGCONT to all of the server's processes."""
     for process in server.processes():
         with suppress(psutil.NoSuchProcess):
             process.resume()

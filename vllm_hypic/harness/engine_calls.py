@@ -1,7 +1,7 @@
 """Engine calls: functions that run in an engine's process (see ``engines.py``).
 
-Their first argument is the engine's ``vllm.LLM``. vLLM and torch are imported when they run, never before:
-the process that only tells engines what to do loads neither.
+The first argument is the engine's ``vllm.LLM``. The functions import vLLM and torch when they run, never
+before: the process that controls the engines loads neither.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from ..config.engine import config_of
 from ..primitives.options import LinkDefaults
 
 FORCED_TOKENS = "forced_tokens"
-"""Extra argument of a request whose answer is given: see :mod:`.forced`."""
+"""Name of the extra argument that gives a request's answer: see :mod:`.forced`."""
 FORCING = "vllm_hypic.harness.forced:ForcedTokens"
-"""Goes into ``logits_processors`` of an engine that is to take such requests."""
+"""Entry for ``logits_processors`` of an engine that takes requests with given answers."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """A request to an engine."""
 
     tokens: list[int]
     max_tokens: int = 1
     logprobs: int | None = 20
     logprobs_of: list[int] | None = None
-    """Ids whose logprobs are wanted, instead of the most likely ones'."""
+    """Token ids whose logprobs are returned, instead of the most likely tokens'."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """``hypic_link``, ``hypic_seam_tokens``."""
+    """Extra arguments, such as ``hypic_link`` and ``hypic_seam_tokens``."""
     ignore_eos: bool = True
-    """Go on to ``max_tokens``, whatever the model says."""
+    """Whether to generate up to ``max_tokens`` even behind an end-of-sequence token."""
     fresh: bool = False
-    """Compute every token, also those that vLLM's prefix cache has; records are read all the same."""
+    """Whether to compute every token, also cached tokens of vLLM's prefix cache; records are read anyway."""
     forced: tuple[int, ...] = ()
-    """The answer, where its likelihood is asked for; ``max_tokens`` is then its length.  The engine needs
+    """Given answer whose likelihood is measured; its length replaces ``max_tokens``.  The engine needs
     ``FORCING``."""
     parts: tuple[tuple[int, ...], ...] = ()
-    """Not empty: a chat request, of which ``tokens`` is the rendered prompt: its system text, the parts of
-    its user's message, and at last the question with all messages behind it."""
+    """Parts of a chat request: the system text, the parts of the user's message, and at last the question
+    with all messages behind it.  ``tokens`` is the rendered prompt.  Empty for a completion request."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back, and when: ``token_s[i]`` seconds after the request, output token i was there."""
+    """An engine's answer; output token i came ``token_s[i]`` seconds after the request."""
 
     tokens: tuple[int, ...]
     token_s: tuple[float, ...]
     logprobs: dict[int, float]
-    """The first token's, by id."""
+    """Logprobs at the first token, by token id."""
     prompt_tokens: int
-    """Tokens as the front end counts them: separators included."""
+    """Tokens of the prompt as the front end counts them, separators included."""
     cached: int
     """Prompt tokens read from vLLM's prefix cache or from records."""
     forced: tuple[float, ...] = ()
-    """Logprobs of the tokens of a forced answer, behind everything before each."""
+    """Logprobs of a forced answer's tokens, each behind all tokens before it."""
 
     @property
     def first_token_s(self) -> float:
@@ -64,24 +64,24 @@ class Answer:
 
     @property
     def decode_s(self) -> list[float]:
-        """Seconds between tokens."""
+        """Return the seconds between output tokens."""
         return [b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False)]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What reports and prompts need to know of a running engine."""
+    """Facts about a running engine for reports and prompts."""
 
     separator: int
     vocabulary: list[int]
     link_defaults: LinkDefaults | None
-    """``None`` in a stock engine."""
+    """Link options that requests have by default; ``None`` in a stock engine."""
     described: dict[str, Any]
     """Settings that a report should name, whether given or chosen by vLLM."""
 
 
 def start(_: None, arguments: dict[str, Any]) -> Any:
-    """Make the engine."""
+    """Make and return the engine."""
     from vllm import LLM
 
     if arguments.get("attention_backend") != "hypic":
@@ -91,9 +91,9 @@ def start(_: None, arguments: dict[str, Any]) -> Any:
 
 
 def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What stock vLLM must be told of latent attention on CPUs: with AMX it takes kernels that know bfloat16
-    alone, whatever the dtype; for the others, and without AMX, it switches the prefix cache off, too late for
-    a hybrid."""
+    """Return arguments that stock vLLM needs for latent attention on CPUs.  With AMX vLLM takes kernels that
+    know only bfloat16, whatever the dtype.  For other kernels, and without AMX, vLLM turns the prefix cache
+    off, but too late for a hybrid."""
     import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -107,8 +107,8 @@ def _latent_attention(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mend_stock() -> None:
-    """Give stock vLLM what it lacks of some models, as the plugin does: model classes, and on CPUs what keeps
-    it from running others.  There would be nothing to compare them with."""
+    """Give stock vLLM the model classes and, on CPUs, the fixes that the plugin applies for some models.
+    Otherwise stock vLLM could not run these models for comparison."""
     from vllm.platforms import current_platform
 
     from .. import models
@@ -155,7 +155,7 @@ def facts(llm: Any) -> Facts:
 
 
 def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
-    """All requests at once; times count from here."""
+    """Run all requests at once and return their answers; times count from the call."""
     begin = time.perf_counter()
     ids = [add(llm, ask) for ask in asks]
     token_s: dict[str, list[float]] = {i: [] for i in ids}
@@ -168,18 +168,18 @@ def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
             times += [now] * (len(output.outputs[0].token_ids) - len(times))
             last[output.request_id] = output
     if scheduler_of(llm).has_finished_requests():
-        llm.llm_engine.step()  # As a server's engine does: workers are told, and store what is kept.
+        llm.llm_engine.step()  # Like a server's engine: workers hear of the end, and store records.
     return [_answer(last[i], token_s[i], ask) for i, ask in zip(ids, asks, strict=True)]
 
 
 def decode(llm: Any, answers: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of tokens, without special ones."""
+    """Return the texts of tokens, without special tokens."""
     tokenizer = llm.get_tokenizer()
     return [tokenizer.decode(list(tokens), skip_special_tokens=True) for tokens in answers]
 
 
 def add(llm: Any, ask: Ask) -> str:
-    """Give the engine a request; its id."""
+    """Give the engine a request, and return the request's id."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
@@ -202,7 +202,7 @@ def add(llm: Any, ask: Ask) -> str:
 
 
 def _chat(llm: Any, ask: Ask) -> Any:
-    """The prompt of a chat request as our renderer makes it."""
+    """Return the prompt of a chat request in the form of the plugin's renderer."""
     from vllm.inputs import tokens_input
 
     from ..engine.renderer import CHAT
@@ -226,7 +226,7 @@ def _chat(llm: Any, ask: Ask) -> Any:
 
 
 def found_segments(llm: Any, asks: Sequence[Ask]) -> list[tuple[tuple[int, int], ...]]:
-    """Where the engine's front end finds the segments of requests that name a mode."""
+    """Return the spans of the segments that the engine's front end finds in requests that name a mode."""
     from ..engine.segments import SegmentFinder
     from ..primitives.options import SEGMENT
 
@@ -268,11 +268,11 @@ def forget_streams(llm: Any) -> None:
 
 
 def hypic_calls(llm: Any) -> dict[str, int]:
-    """How often each operator of the plugin ran so far."""
+    """Return how often each operator of the plugin has run."""
     [calls] = llm.collective_rpc("hypic_calls")
     return dict(calls)
 
 
 def scheduler_of(llm: Any) -> Any:
-    """The engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
+    """Return the engine core's scheduler; in a hypic engine ``.hypic`` is the plugin's ``SchedulerSide``."""
     return llm.llm_engine.engine_core.engine_core.scheduler

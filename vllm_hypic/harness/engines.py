@@ -1,11 +1,10 @@
 """Engines for evaluation and benchmarks, each in a process of its own.
 
-Layers are replaced per process, so a stock engine never shares one with the plugin; a stock engine's
-process does not even load it. The engine core runs in the same process as ``LLM`` (an idle engine then
-sleeps on a pipe and takes no time from the one that is measured), with the OpenMP environment that vLLM
-gives its worker processes.
+The plugin replaces layers of a whole process, so a stock engine's process never loads the plugin. The engine
+core runs in the same process as ``LLM``, with the OpenMP environment that vLLM gives its worker processes. An
+idle engine thus sleeps on a pipe, and takes no time from the engine under measurement.
 
-Work is done by functions that run in the engine's process: ``engine.call(function, *args)`` runs
+Functions do the work in the engine's process: ``engine.call(function, *args)`` runs
 ``function(llm, *args)`` there. Functions must be importable, arguments and results picklable.
 """
 
@@ -41,7 +40,7 @@ class EngineError(RuntimeError):
 
 
 class Engine:
-    """One engine; :meth:`start` before the first call. Making one starts its process and returns at once."""
+    """An engine. Making an engine starts a process and returns at once; :meth:`start` must come first."""
 
     def __init__(
         self,
@@ -66,13 +65,13 @@ class Engine:
             self._process.start()
         theirs.close()
         self.separator = -1
-        """Id of the separator; -1 in a stock engine."""
+        """Token id of the separator; -1 in a stock engine."""
         self.vocabulary: list[int] = []
         """Ids of ordinary tokens."""
         self.link_defaults: LinkDefaults | None = None
-        """``None`` in a stock engine."""
+        """Link options that requests have by default; ``None`` in a stock engine."""
         self.described: dict[str, Any] = {}
-        """What vLLM made of the options that were left to it."""
+        """Settings of the engine, including vLLM's own choices."""
 
     def start(self) -> None:
         """Wait until the engine is up."""
@@ -82,7 +81,7 @@ class Engine:
         self.link_defaults, self.described = facts.link_defaults, facts.described
 
     def link(self, extra: Mapping[str, Any] | None = None) -> LinkMethod:
-        """Link method of a hypic engine's requests with the options ``extra``."""
+        """Return the link method of a hypic engine's requests with the options ``extra``."""
         assert self.link_defaults is not None
         return link_of_request(extra, self.link_defaults)
 
@@ -95,7 +94,7 @@ class Engine:
         return self._answer(getattr(function, "__name__", str(function)))
 
     def ask(self, ask: Ask) -> Answer:
-        """One request, alone."""
+        """Run a single request alone, and return its answer."""
         [answer] = self.call(engine_calls.generate, [ask])
         return answer
 
@@ -127,7 +126,7 @@ class Engine:
         return f"the {self.name} engine {what}; its log {self.log} ends:\n" + "\n".join(lines[-LOG_TAIL:])
 
     def stop(self) -> None:
-        """End the process of an idle engine and drop its log; may be called any number of times."""
+        """End the process of an idle engine and delete its log; further calls change nothing."""
         self._pipe.close()
         # An idle process ends by itself when its pipe closes.
         self._process.join(20)
@@ -135,20 +134,20 @@ class Engine:
         self.log.unlink(missing_ok=True)
 
     def kill(self) -> None:
-        """End the process whatever it does; keeps its log."""
+        """End the process whatever it does, and keep its log."""
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
 
 
 def described(*engines: Engine) -> dict[str, dict[str, Any]]:
-    """What each engine is, for reports."""
+    """Return the settings of each engine by name, for reports."""
     return {engine.name: engine.described for engine in engines}
 
 
 @contextmanager
 def running(*engines: Engine) -> Iterator[None]:
-    """Engines, up; afterwards none of their processes is left. A failure keeps their logs."""
+    """Start engines, and end all their processes after the ``with`` block. A failure keeps the logs."""
     try:
         for engine in engines:
             engine.start()
@@ -162,18 +161,18 @@ def running(*engines: Engine) -> Iterator[None]:
 
 
 def engine_environment(threads: int, *, hypic: bool) -> dict[str, str]:
-    """Environment of an engine's process.
+    """Return the environment of an engine's process.
 
     vLLM runs its CPU workers in processes that preload torch's own libgomp and, by default, bind one thread
-    to each core. So do we where all usable cores are asked for; fewer threads stay unbound, since others
-    may want the cores.
+    to each core. This environment does the same if ``threads`` is the number of usable cores. Fewer threads
+    stay unbound, because other processes may need the cores.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # Unless the user wants to see more.
+        # The user may choose another level.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
     if not hypic:
@@ -188,7 +187,7 @@ def engine_environment(threads: int, *, hypic: bool) -> dict[str, str]:
 
 
 def _libgomp() -> Path | None:
-    """The libgomp that torch brings."""
+    """Return the path of torch's own libgomp, or ``None`` if there is none."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations if spec else None) or ():
         root = Path(folder)
@@ -200,7 +199,7 @@ def _libgomp() -> Path | None:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that a process must find when it starts: libraries read theirs before Python does."""
+    """Set variables that a process must find at its start, as libraries read variables before Python runs."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -214,8 +213,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, log: str, arguments: dict[str, Any]) -> None:
-    """Body of an engine process: functions in, results out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Run an engine process: receive functions and send their results until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

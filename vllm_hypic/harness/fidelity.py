@@ -1,4 +1,4 @@
-"""How far one first-token distribution is from another."""
+"""Distances between first-token distributions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 TOP = 20
-"""Tokens that are compared: the most likely ones of the reference."""
+"""Number of tokens that are compared: the most likely tokens of the reference."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """One distribution against a reference, over the reference's ``TOP`` most likely tokens.
+    """Distance of a distribution to a reference, over the reference's ``TOP`` most likely tokens.
 
-    ``kl`` in nats, of the distributions over these tokens and "any other": never more than the true one.
+    ``kl``, in nats, compares the distributions over these tokens and "any other", and so never exceeds the
+    true KL divergence.
     """
 
     max_abs: float
@@ -26,7 +27,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Distances over several prompts: medians and worst cases; ``agreement`` is a share of the prompts."""
+    """Medians and worst cases of distances over several prompts; ``agreement`` is a share of the prompts."""
 
     max_abs: float
     max_abs_worst: float
@@ -50,14 +51,14 @@ class Fidelity:
 
 
 def top(logprobs: Mapping[int, float]) -> list[int]:
-    """The ``TOP`` most likely tokens, most likely first."""
+    """Return the ``TOP`` most likely tokens, most likely first."""
     return sorted(logprobs, key=lambda i: -logprobs[i])[:TOP]
 
 
 def distance(reference: Mapping[int, float], other: Mapping[int, float]) -> Distance:
-    """Distance of two distributions, given as token -> logprob.
+    """Return the distance of two distributions, given as token -> logprob.
 
-    Raises ``KeyError`` when ``other`` does not know one of the reference's top tokens.
+    Raises ``KeyError`` if ``other`` lacks a top token of the reference.
     """
     tokens = top(reference)
     gaps = [abs(reference[i] - other[i]) for i in tokens]

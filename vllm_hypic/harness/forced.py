@@ -1,8 +1,8 @@
-"""Answers that are given instead of chosen, so that a model can be asked how likely a text is.
+"""Answers that are given instead of chosen, to measure the likelihood of a text.
 
-A logits processor of vLLM (``LLM(logits_processors=[...])``), loaded by its name in the engine's process.
-vLLM takes logprobs before processors change anything, and always reports that of the token which was taken:
-one request tells how likely every token of a text is, behind everything before it.
+The engine's process loads this logits processor of vLLM by name (``LLM(logits_processors=[...])``).
+vLLM takes logprobs before processors change logits, and always reports the logprob of the chosen token.  A
+single request thus gives the likelihood of every token of a text, behind all tokens before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .engine_calls import FORCED_TOKENS
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Makes a request answer with the ids in its extra argument ``forced_tokens``; leaves others alone."""
+    """Makes a request answer with the ids in its extra argument ``forced_tokens``; ignores other requests."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -26,7 +26,7 @@ class ForcedTokens(AdapterLogitsProcessor):
             return None
 
         def force(answered: list[int], logits: torch.Tensor) -> torch.Tensor:
-            """``answered`` counts the tokens before this one; their ids may not be known yet."""
+            """Force the next token; only the length of ``answered`` counts, as ids may not be known yet."""
             logits.fill_(float("-inf"))
             logits[tokens[len(answered)]] = 0.0
             return logits

@@ -1,4 +1,4 @@
-"""Correctness first: what must hold before a time is reported."""
+"""Correctness checks that must pass before a benchmark reports a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .engines import Engine, EngineError
 from .fidelity import Distance, distance, top
 
 GROSS_KL = 3.0
-"""Nats: a first-token distribution this far from stock vLLM's has nothing to do with it. Reuse with
-separators is an approximation, and how good a one depends on the model: only gross errors are refused."""
+"""Limit, in nats, on the distance of a first-token distribution to stock vLLM's. Reuse with separators is an
+approximation whose quality depends on the model, so that only gross errors are refused."""
 
 
 class GateFailed(RuntimeError):
-    """The answers are wrong: no time is reported."""
+    """The answers are wrong, so that no time is reported."""
 
 
 def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Show a failed gate or a dead engine as one message, exit code 1."""
+    """Let a click command report a failed gate or a dead engine in one message, with exit code 1."""
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_same(what: str, one: Answer, other: Answer) -> None:
-    """Same tokens and same logprobs, bit for bit."""
+    """Raise :class:`GateFailed` unless tokens and logprobs are the same, bit for bit."""
     if one.tokens != other.tokens or one.logprobs != other.logprobs:
         both = one.logprobs.keys() & other.logprobs.keys()
         gap = max((abs(one.logprobs[i] - other.logprobs[i]) for i in both), default=math.inf)
@@ -51,7 +51,8 @@ def require_same(what: str, one: Answer, other: Answer) -> None:
 
 
 def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod) -> None:
-    """``documents`` documents of ``tokens`` tokens were read from records, but for the seams and islands."""
+    """Raise :class:`GateFailed` unless records served ``documents`` documents of ``tokens`` tokens, without
+    their seams and islands."""
     inside = documents * (tokens - link.head - link.tail)
     least = inside - (0 if link.islands is None else link.islands.budget(inside))
     if answer.cached < least:
@@ -62,15 +63,15 @@ def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod)
 
 
 def require_fresh(answer: Answer, who: str) -> None:
-    """Nothing was cached."""
+    """Raise :class:`GateFailed` if the answer read tokens from a cache."""
     if answer.cached:
         raise GateFailed(f"{who} read {answer.cached} tokens from a cache: it should compute all of them")
 
 
 def first_token_distance(stock: Engine, plain: list[int], other: Engine, ask: Ask) -> Distance:
-    """``other``'s answer to ``ask`` against stock vLLM's to the same prompt without separators.
+    """Return the distance of ``other``'s answer to ``ask`` to stock vLLM's answer without separators.
 
-    Asks both for the same tokens' logprobs. Raises :class:`GateFailed` where they are no numbers.
+    Both engines return the same tokens' logprobs. Raises :class:`GateFailed` if logprobs are not finite.
     """
     reference = stock.ask(Ask(plain)).logprobs
     tokens = top(reference)
@@ -94,12 +95,12 @@ def require_close(found: Distance) -> None:
 
 
 def require_cold_equals_warm(hypic: Engine, ask: Ask) -> Answer:
-    """Ask with nothing cached, then once more: same bits, from the same records. Returns the warm answer.
+    """Ask with nothing cached, then again; require the same bits, and return the warm answer.
 
-    The order of documents must not change between the two: which documents share a pass of the model, and
-    where passes end within one, changes the last bits of records, as it does of stock vLLM's KV cache.  Nor
-    may vLLM's prefix cache serve the stream of the first: on CPUs that changes last bits of long ones, plain
-    prompts alike.
+    Both requests need the same order of documents.  The last bits of records, like those of stock vLLM's KV
+    cache, depend on the documents that share a pass, and on the places where passes end.  vLLM's prefix cache
+    must not serve the first request's stream to the second request.  On CPUs a cached stream would change the
+    last bits of long streams, also of plain prompts.
     """
     hypic.call(engine_calls.reset)
     cold = hypic.ask(ask)

@@ -1,4 +1,4 @@
-"""Generators of prompts that demo models bring along: ``gen.py`` beside a model's folder."""
+"""Generators of prompts that come with demo models, as ``gen.py`` beside a model's folder."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import click
 logger = logging.getLogger("vllm.hypic.generators")
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-hybrid-qa"
-"""The demo model, in a checkout of the repository."""
+"""Folder of the demo model in a checkout of the repository."""
 FIRST_SEED = 20_000_000
-"""No demo model's training drew from here on."""
+"""First of the seeds that no demo model's training draws from."""
 _MARKS = ("def prompt(", "def vocab_words(", "\nLEARNED = ", "\nFACTS = ")
-"""What the text of a generator holds: another ``gen.py`` is not run."""
+"""Marks in the text of a generator; a ``gen.py`` without them is not run."""
 
 trust_option = click.option(
     "--trust-generator",
@@ -26,11 +26,11 @@ trust_option = click.option(
     help="Run the program gen.py beside the model, which makes questions in the model's own words. "
     "Without this option only the demo models' programs run.",
 )
-"""The option of every command that looks for a generator beside a model."""
+"""Option of every command that looks for a generator beside a model."""
 
 
 class Parts(TypedDict):
-    """One prompt as token ids; the answer ends with the end-of-sequence token."""
+    """A prompt as token ids; the answer ends with the end-of-sequence token."""
 
     system: list[int]
     docs: list[list[int]]
@@ -39,14 +39,14 @@ class Parts(TypedDict):
 
 
 class Generator(Protocol):
-    """What ``gen.py`` offers."""
+    """Interface of ``gen.py``."""
 
     KINDS: Container[str]
     """Kinds of question."""
     LEARNED: Sequence[str]
     """Kinds that the model answers."""
     FACTS: int | None
-    """Facts of a document that the model can hold; ``None``: as many as ``prompt`` gives it."""
+    """Facts of a document that the model can hold; ``None`` for as many as ``prompt`` chooses."""
 
     def prompt(self, seed: int, n_docs: int, doc_len: int, kind: str, facts: int | None = None) -> Parts: ...
 
@@ -54,10 +54,10 @@ class Generator(Protocol):
 
 
 def find_generator(model: Path, *, trust: bool = False) -> Generator | None:
-    """The generator of the demo model in the folder ``model``; ``None``: there is none that may be run.
+    """Return the generator of the demo model in the folder ``model``, or ``None`` without a usable generator.
 
-    Runs ``gen.py`` beside the folder, if that has what a generator has and is this project's own; somebody
-    else's, which is any program, only with ``trust``.
+    The function runs ``gen.py`` beside the folder if the file has the marks of a generator and is this
+    project's own.  Any other ``gen.py`` may be an unknown program, and runs only with ``trust``.
     """
     path = model.absolute().parent / "gen.py"
     if not path.is_file():
@@ -78,6 +78,6 @@ def find_generator(model: Path, *, trust: bool = False) -> Generator | None:
 
 
 def words_of(generator: Generator, ids: Sequence[int]) -> str:
-    """Token ids as the text that becomes them again."""
+    """Return the text that becomes these token ids again."""
     words = generator.vocab_words()
     return " ".join(words[i] for i in ids)

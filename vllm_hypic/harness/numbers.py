@@ -1,4 +1,4 @@
-"""An option that is a list of numbers."""
+"""Type of an option that is a list of numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 class Numbers(click.ParamType):
-    """Different finite numbers with commas between, ``4,8,12,16``, each of which ``each`` takes."""
+    """Distinct finite numbers separated by commas, such as ``4,8,12,16``; ``each`` converts a number."""
 
     name = "numbers"
 

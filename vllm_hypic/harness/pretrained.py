@@ -1,4 +1,4 @@
-"""The pretrained model of tests and evaluation: where ``make models`` puts it, and whether it is there."""
+"""Finds the pretrained model of tests and evaluation, which ``make models`` fetches and converts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 FOLDER_VARIABLE = "HYPIC_MODELS_FOLDER"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 MADE_FROM = "made-from.json"
-"""What a checkpoint was converted from. Written last: a folder without it is no whole model."""
+"""File that names a checkpoint's origin, written last: a folder without it holds no complete model."""
 
 
 class MissingModel(FileNotFoundError):
-    """The model is not on this machine; the message says where it was looked for and how to get it."""
+    """The model is not on this machine; the message names the folder and a way to get the model."""
 
 
 def models_folder() -> Path:
-    """``$HYPIC_MODELS_FOLDER``, else ``models`` in this project's folder of the user's cache."""
+    """Return ``$HYPIC_MODELS_FOLDER``, else ``models`` in this project's folder of the user's cache."""
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -24,12 +24,12 @@ def models_folder() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Where SmolLM2-135M-Instruct is, once it has been made."""
+    """Return the folder for SmolLM2-135M-Instruct, whether the model is there or not."""
     return models_folder() / SMOLLM2
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct; raises :class:`MissingModel` where there is none."""
+    """Return the folder of SmolLM2-135M-Instruct; raise :class:`MissingModel` if the model is not there."""
     folder = smollm2_folder()
     if not (folder / MADE_FROM).is_file():
         raise MissingModel(

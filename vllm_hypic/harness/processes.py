@@ -10,10 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# The kernel signals the process when the thread that started it ends, be it by SIGKILL: nothing outlives a
+# The kernel signals the process when the thread that started it ends, even by SIGKILL: no process outlives a
 # dead run. exec keeps the process id and the request; the check closes the gap before it. A signal may be
-# lost: vLLM drops the one that arrives while its engine starts (`zmq_socket_ctx` swallows KeyboardInterrupt).
-# So a guard, outside the session, ends what is still there when the owner has been dead for a while.
+# lost: vLLM drops a signal that arrives while an engine starts (`zmq_socket_ctx` swallows KeyboardInterrupt).
+# Therefore a guard outside the session ends the process group some time after the owner's death.
 _LAUNCH = """
 import ctypes, os, select, signal, sys
 owner, number, grace_ms, program = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
@@ -40,7 +40,7 @@ if theirs in dict(ends.poll()):
 os._exit(0)
 """
 GRACE_S = 15.0
-"""Time to end for a process whose owner is gone."""
+"""Seconds that a process has to end after its owner's death."""
 _RESERVED: list[socket.socket] = []
 
 
@@ -52,10 +52,10 @@ def launch(
     folder: Path | None = None,
     at_the_end: signal.Signals = signal.SIGTERM,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` (its program as a path) in a session of its own, its output appended to ``log``.
+    """Start ``command`` (its program as a path) in a session of its own, and append its output to ``log``.
 
-    ``at_the_end``: what the kernel sends it when the thread that called this ends.  Where it lives on for
-    :data:`GRACE_S` after the whole process that called this, it is killed with its process group.
+    ``at_the_end``: the signal that the kernel sends when the calling thread ends.  A command that is alive
+    :data:`GRACE_S` seconds after the end of the calling process is killed with its process group.
     """
     with log.open("ab") as out:
         return subprocess.Popen(
@@ -70,37 +70,37 @@ def launch(
 
 
 def guarded(command: Sequence[str], at_the_end: signal.Signals = signal.SIGTERM) -> list[str]:
-    """The command by which :func:`launch` starts ``command``; for a session of its own."""
+    """Return the command with which :func:`launch` starts ``command``; run it in a session of its own."""
     numbers = map(str, (os.getpid(), int(at_the_end), int(1000 * GRACE_S)))
     return [sys.executable, "-c", _LAUNCH, *numbers, *command]
 
 
 def reserve_port(port: int = 0) -> socket.socket:
-    """A socket on a port of 127.0.0.1, this one if given, that nobody else is given as long as it is open.
+    """Return a socket that reserves a port of 127.0.0.1 while it is open; ``port`` 0 means any free port.
 
-    Servers that set ``SO_REUSEADDR``, as all do here, can listen on that port meanwhile, and again after
-    they were killed.
+    Servers that set ``SO_REUSEADDR``, as all servers here do, can listen on that port meanwhile, and again
+    after they were killed.
     """
     held = socket.socket()
     held.bind(("127.0.0.1", port))
-    # Only now: with it, a port that another process has reserved would do for an explicit bind.
+    # Set after the bind: with this option, an explicit bind would accept another process's reserved port.
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     return held
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens, reserved until this process ends."""
+    """Return a port of 127.0.0.1 without a listener, reserved until this process ends."""
     _RESERVED.append(reserve_port())
     port: int = _RESERVED[-1].getsockname()[1]
     return port
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` ports in a row; each as :func:`free_port`."""
+    """Return the first of ``count`` consecutive ports, each reserved as by :func:`free_port`."""
     while True:
         first = free_port()
         try:
             _RESERVED.extend([reserve_port(first + i) for i in range(1, count)])
         except (OSError, OverflowError):
-            continue  # somebody has one of them
+            continue  # another process has a port of this row
         return first

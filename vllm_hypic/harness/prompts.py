@@ -1,7 +1,7 @@
-"""Seeded random documents and prompts made of them.
+"""Seeded random documents, and prompts made of them.
 
-Random tokens are what a benchmark of time needs: no two documents share a prefix, so that a prefix cache
-hits only what the benchmark means it to hit, and a model's time does not depend on what it reads.
+Random tokens suit a benchmark of time: no two documents share a prefix, so that a prefix cache has only the
+intended hits.  A model's time does not depend on the content of its prompt.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ HEAD = 64
 """Tokens of the leading segment (a system prompt)."""
 QUESTION = 32
 BESIDE = HEAD + QUESTION + 32
-"""Context that a prompt needs beside its documents; some to spare for separators and an answer."""
+"""Tokens of context that a prompt needs beside its documents, with room for separators and an answer."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``segments`` documents of ``tokens`` tokens each."""
+    """Shape of a prompt with ``segments`` documents of ``tokens`` tokens each."""
 
     segments: int
     tokens: int
@@ -39,27 +39,27 @@ class Prompt:
     question: Document
 
     def plain(self) -> list[int]:
-        """Token ids for stock vLLM: everything end to end."""
+        """Return the token ids for stock vLLM, with all parts end to end."""
         return [*self.head, *(t for d in self.documents for t in d), *self.question]
 
     def marked(self, separator: int) -> list[int]:
-        """Token ids with a separator after the leading segment and after every document."""
+        """Return the token ids with a separator after the leading segment and after every document."""
         tokens = [*self.head, separator]
         for document in self.documents:
             tokens += [*document, separator]
         return [*tokens, *self.question]
 
     def reordered(self, order: Sequence[int], question: Document) -> Prompt:
-        """The same documents in another order, and another question."""
+        """Return a prompt with the same documents in another order, and another question."""
         return replace(self, documents=tuple(self.documents[i] for i in order), question=question)
 
     def __len__(self) -> int:
-        """Tokens without separators."""
+        """Return the number of tokens without separators."""
         return len(self.head) + sum(map(len, self.documents)) + len(self.question)
 
 
 class Writer:
-    """Draws documents from ``vocabulary`` (ids of ordinary tokens); the same seed, the same documents."""
+    """Draws documents from ``vocabulary`` (ids of ordinary tokens); equal seeds give equal documents."""
 
     def __init__(self, vocabulary: Sequence[int], seed: int) -> None:
         self._vocabulary, self._rng = vocabulary, random.Random(seed)
@@ -68,7 +68,7 @@ class Writer:
         return tuple(self._rng.choices(self._vocabulary, k=tokens))
 
     def prompt(self, documents: int, tokens: int, *, head: int, question: int) -> Prompt:
-        """``documents`` fresh documents of ``tokens`` tokens each."""
+        """Return a prompt of ``documents`` fresh documents with ``tokens`` tokens each."""
         return Prompt(
             self.document(head),
             tuple(self.document(tokens) for _ in range(documents)),
@@ -76,8 +76,8 @@ class Writer:
         )
 
     def order(self, n: int) -> list[int]:
-        """A random order of ``n`` documents that starts with another document than before, where there
-        are two: the documents' common prefix is empty."""
+        """Return a random order of ``n`` documents.  With two or more documents another document than before
+        is first, so that both orders have no common prefix."""
         order = self._rng.sample(range(n), n)
         if n > 1 and order[0] == 0:
             order = [*order[1:], 0]
@@ -85,7 +85,7 @@ class Writer:
 
 
 def writer(model: Path, seed: int) -> Writer:
-    """A writer of documents in the ordinary tokens of the model in this folder."""
+    """Return a writer of documents in the ordinary tokens of the model in this folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -94,6 +94,6 @@ def writer(model: Path, seed: int) -> Writer:
 
 
 def uneven(draw: Writer, lengths: tuple[int, ...], question: int) -> Prompt:
-    """A fresh prompt with segments of these lengths, in tokens; the first is the leading one."""
+    """Return a fresh prompt with segments of these lengths in tokens, the leading segment first."""
     head, *documents = (draw.document(n) for n in lengths)
     return Prompt(head, tuple(documents), draw.document(question))

@@ -1,4 +1,4 @@
-"""What random checkpoints are made of whose models only vLLM has: weights under their published names."""
+"""Parts of random checkpoints for models that only vLLM implements, with weights under published names."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .random_models import save_model
 
 Shape = tuple[int, ...]
 LATENT, ROTATED_PART = 512, 64
-"""What vLLM's latent attention on CPU takes."""
+"""Widths of the latent and of its rotated part that vLLM's latent attention on CPU takes."""
 UNNAMED = (".A_log", ".dt_bias", "_bias", ".bias")
-"""Ends of names that are parameters; the others are owners of a `weight`."""
+"""Ends of names of parameters; all other names are modules with a `weight`."""
 
 
 def save_checkpoint(
     path: str | Path, config: dict[str, Any], shapes: Mapping[str, Shape], dtype: torch.dtype, seed: int
 ) -> Path:
-    """Save random weights of these shapes, by their names or their owners', with `config` and a tokenizer."""
+    """Save random weights of these shapes with `config` and a tokenizer; names are of weights or modules."""
     return save_model(_Checkpoint(config, shapes), Path(path), dtype, seed, norm_center=1.0)
 
 
 def model_shapes(
     config: Mapping[str, Any], embeddings: str, layers: Iterable[dict[str, Shape]]
 ) -> dict[str, Shape]:
-    """Shapes of a whole model's weights, from those of its layers."""
+    """Return the shapes of a whole model's weights from the shapes of its layers' weights."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, Shape] = {f"model.{embeddings}": (vocab, hidden), "lm_head": (vocab, hidden)}
     shapes |= {"model.norm": (hidden,)}
@@ -41,12 +41,12 @@ def model_shapes(
 
 
 def silence(folder: Path, owners: Iterable[str]) -> None:
-    """The weights of these add nothing."""
+    """Set the weights of the modules `owners` to zero, so that they add nothing."""
     scale(folder, owners, 0.0)
 
 
 def scale(folder: Path, owners: Iterable[str], by: float) -> None:
-    """Change the size of these weights."""
+    """Multiply the weights of the modules `owners` by `by`."""
     file = folder / "model.safetensors"
     weights = load_file(file)
     for owner in owners:
@@ -55,7 +55,7 @@ def scale(folder: Path, owners: Iterable[str], by: float) -> None:
 
 
 def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
-    """What configurations of Bailing's hybrids have in common: full attention in every `group`-th layer."""
+    """Return the fields common to Bailing's hybrids, in which each `group`-th layer has full attention."""
     return {
         "model_type": "bailing_hybrid",
         "num_hidden_layers": layers,
@@ -68,7 +68,7 @@ def bailing_fields(layers: int, group: int, head_dim: int) -> dict[str, Any]:
 
 
 def latent_fields(head_dim: int, query_rank: int | None) -> dict[str, Any]:
-    """Fields of a configuration that describe latent attention, by the names of DeepSeek."""
+    """Return the configuration fields of latent attention, under DeepSeek's names."""
     return {
         "kv_lora_rank": LATENT,
         "q_lora_rank": query_rank,
@@ -79,7 +79,7 @@ def latent_fields(head_dim: int, query_rank: int | None) -> dict[str, Any]:
 
 
 def bailing_layer(config: Mapping[str, Any], index: int, attention: Mapping[str, Shape]) -> dict[str, Shape]:
-    """A layer of Bailing's hybrids: its attention, of whatever kind, and an MLP or experts."""
+    """Return the shapes of a layer in Bailing's hybrids: any kind of attention, and an MLP or experts."""
     shapes = {f"attention.{name}": shape for name, shape in attention.items()}
     hidden, experts = config["hidden_size"], config["num_experts"]
     if not experts or index < config["first_k_dense_replace"]:
@@ -91,7 +91,7 @@ def bailing_layer(config: Mapping[str, Any], index: int, attention: Mapping[str,
 
 
 def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Shapes of latent attention's weights but for its output projection, by the names of DeepSeek."""
+    """Return the shapes of latent attention's weights without output projection, under DeepSeek's names."""
     heads, hidden, rank = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
     nope, v = config["qk_nope_head_dim"], config["v_head_dim"]
     query = heads * (nope + ROTATED_PART)
@@ -108,13 +108,13 @@ def latent_attention(config: Mapping[str, Any]) -> dict[str, Shape]:
 def mlp(
     name: str, hidden: int, inner: int, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, Shape]:
-    """A gated one."""
+    """Return the shapes of a gated MLP."""
     sizes = (inner, hidden), (inner, hidden), (hidden, inner)
     return {f"{name}.{part}": size for part, size in zip(parts, sizes, strict=True)}
 
 
 class _Checkpoint(nn.Module):
-    """Parameters under their names, for `save_model`."""
+    """A module that holds parameters under their names, for `save_model`."""
 
     def __init__(self, config: dict[str, Any], shapes: Mapping[str, Shape]) -> None:
         super().__init__()

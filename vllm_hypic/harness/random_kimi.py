@@ -1,4 +1,4 @@
-"""Random checkpoints of Kimi-Linear, weights under their published names, which vLLM's loader knows."""
+"""Random checkpoints of Kimi-Linear, with weights under the published names that vLLM's loader knows."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ def save_kimi_model(
 ) -> Path:
     """Save a random Kimi-Linear; layers are of type `linear_attention` and `full_attention`.
 
-    `gate_bound`: log decays are this times a sigmoid; `experts`: in every layer but the first, two chosen of
-    so many, in two of four groups, beside a shared one; `silent`: attention layers add nothing.
+    `gate_bound`: factor of the sigmoid that gives log decays; `experts`: number of experts in every layer but
+    the first, of which two are chosen, in two of four groups, beside a shared expert; `silent`: attention
+    layers add nothing.
     """
     kinds = [
         [i for i, kind in enumerate(layer_types, 1) if (kind == "linear_attention") == linear]
@@ -93,7 +94,7 @@ def save_kimi_model(
 
 
 def delta_attention(hidden: int, heads: int, K: int) -> dict[str, Shape]:
-    """Kimi delta attention, without its gates."""
+    """Return the shapes of Kimi delta attention without its gates."""
     channels = heads * K
     shapes: dict[str, Shape] = {f"{part}_proj": (channels, hidden) for part in "qkv"}
     shapes |= {f"{part}_conv1d": (channels, 1, TAPS) for part in "qkv"}
@@ -102,7 +103,7 @@ def delta_attention(hidden: int, heads: int, K: int) -> dict[str, Shape]:
 
 
 def _layer(config: dict[str, Any], kind: str, index: int) -> dict[str, Shape]:
-    """Shapes of a layer's weights."""
+    """Return the shapes of a layer's weights."""
     hidden, linear = config["hidden_size"], config["linear_attn_config"]
     if kind == "linear_attention":
         heads, K = linear["num_heads"], linear["head_dim"]

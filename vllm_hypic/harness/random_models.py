@@ -1,10 +1,10 @@
 """Tiny random checkpoints on which every part of position-independent caching leaves a trace.
 
 A freshly initialised Qwen3.5 is useless as test data: its gates are so strong that T is zero, its weights so
-small that attention is uniform and the output flat. Here gates follow Mamba's initialisation, so some heads
-forget within a few tokens and others remember hundreds; projections keep the variance of their input;
-attention is peaked; and by default every second layer is full attention: with a single one as the last layer,
-what the seam tokens attend to would never reach the output.
+small that attention is uniform and the output flat. Here gates follow Mamba's initialisation, so that some
+heads forget within a few tokens and other heads remember hundreds. Projections keep the variance of their
+input, and attention is peaked. By default every second layer is full attention: with full attention in the
+last layer alone, attention of the seam tokens would never reach the output.
 """
 
 import math
@@ -18,7 +18,7 @@ SPECIAL_TOKENS = ("<unk>", "<bos>", "<eos>", "<pad>")
 SPECIAL_IDS = {f"{name}_token_id": SPECIAL_TOKENS.index(f"<{name}>") for name in ("bos", "eos", "pad")}
 """Ids of the special tokens, by their names in configurations."""
 SPARE_IDS = 16
-"""Ids at the end of the vocabulary the tokenizer leaves free, as padded vocabularies of real models do."""
+"""Ids at the end of the vocabulary without a token, as in padded vocabularies of real models."""
 
 
 def save_hybrid_model(
@@ -43,10 +43,10 @@ def save_hybrid_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Save a random Qwen3.5 text model: every `full_attention_interval`-th layer is full attention.
+    """Save a random Qwen3.5 text model, in which every `full_attention_interval`-th layer is full attention.
 
     `layer_types` overrides the pattern. Weights are stored in `dtype`, so that an engine and an oracle that
-    compute in other types read the same values.
+    compute in other dtypes read the same values.
     """
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
@@ -66,7 +66,7 @@ def save_hybrid_model(
         linear_value_head_dim=linear_head_dim,
         linear_num_key_heads=linear_key_heads,
         linear_num_value_heads=linear_value_heads,
-        # As published models of this family have it; else it would depend on the machine.
+        # The value of published models in this family; the default depends on the machine.
         mamba_ssm_dtype="float32",
         rope_parameters={
             "rope_type": "default",
@@ -91,7 +91,7 @@ def save_text_model(
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
 ) -> Path:
-    """Save a random model of any architecture: transformers' `<name>Config` with `fields`.
+    """Save a random model of any architecture, from transformers' `<name>Config` with `fields`.
 
     `norm_center` is the weight at which an RMSNorm of this architecture only normalises.
     """
@@ -105,7 +105,7 @@ def save_text_model(
 
 
 def save_model(model: nn.Module, path: Path, dtype: torch.dtype, seed: int, norm_center: float) -> Path:
-    """Give the model its random weights and save it with a tokenizer."""
+    """Give the model random weights, save the model with a tokenizer, and return the folder."""
     _randomise(model, torch.Generator().manual_seed(seed), norm_center)
     path.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(path)
@@ -130,20 +130,20 @@ def _randomise(model: nn.Module, rng: torch.Generator, norm_center: float) -> No
         elif weight.dim() == 3:  # experts [experts, out, in]
             weight.normal_(0, 0.5 / weight.shape[2] ** 0.5, generator=rng)
         elif weight.dim() == 2:
-            # Keep the variance, but let gates move by half as much, and damp the branches whose output is
-            # normalised or local: attention averages its values, and would be drowned by them.
+            # Keep the variance, but halve the range of gates, and damp branches with normalised or local
+            # output: attention averages its values, and these branches would drown it.
             damped = {"in_proj_a": 0.5, "in_proj_b": 0.5, "a_proj": 0.5, "f_b_proj": 0.5, "f_proj": 0.5}
             damped |= {"down_proj": 0.4, "out_proj": 0.4}
             scale = damped.get(owner, 1.0)
             weight.normal_(0, scale / weight.shape[1] ** 0.5, generator=rng)
-        else:  # norms: near identity, but for sharper attention scores
+        else:  # norms are near identity, except for sharper attention scores
             center = 1.0 if owner == "norm" and "linear_attn" in name else norm_center
             sharpen = 0.5 if owner in ("q_norm", "k_norm") else 0.0
             weight.normal_(center + sharpen, 0.1, generator=rng)
 
 
 def save_tokenizer(path: Path, vocab: int) -> None:
-    """A word-level tokenizer: the special tokens, then one word `w<id>` per id, but for the spare ids."""
+    """Save a word-level tokenizer with the special tokens and a word `w<id>` per id, except for spare ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

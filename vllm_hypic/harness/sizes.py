@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RandomModel:
-    """A random model: ``like`` is the family that it is shaped after, ``save`` what of ``module`` saves it,
-    ``shape`` the arguments."""
+    """A random model in the shape of the family ``like``; the function ``save`` of ``module`` saves the model
+    with the arguments ``shape``."""
 
     like: str
     save: str
@@ -49,7 +49,7 @@ SIZES = {
                 "hidden_size": 768,
                 "intermediate_size": 2304,
                 "shared_intermediate_size": 2304,
-                # One MLP, no experts.
+                # The model has an MLP without experts.
                 "num_local_experts": 0,
                 "num_experts_per_tok": 0,
                 "num_attention_heads": 12,
@@ -98,7 +98,7 @@ SIZES = {
 
 
 def random_model(size: str) -> Path:
-    """Folder of the random model of this size; made on first use."""
+    """Return the folder of the random model of this size, and make the model on first use."""
     model = SIZES[size]
     module = importlib.import_module(f".{model.module}", __package__)
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and range of repeats; ``values`` keeps them all, in the order they were measured."""
+    """Median and range of repeats; ``values`` holds all repeats in the order of measurement."""
 
     median: float
     min: float
@@ -18,21 +18,21 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Raises ``ValueError`` without values."""
+        """Return the spread of ``values``; raise ``ValueError`` without values."""
         if not values:
             raise ValueError("a spread needs at least one value")
         return Spread(statistics.median(values), min(values), max(values), tuple(values))
 
     def over(self, other: Spread) -> Spread:
-        """Ratios, repeat by repeat: both were measured in turns, so what slows one repeat slows both.
+        """Return the spread of the ratios of both, repeat by repeat; the median is the median of the ratios.
 
-        The median is the median of the ratios.
+        Both were measured in turns, so that a disturbance of a repeat slows both.
         """
         return Spread.of([a / b for a, b in zip(self.values, other.values, strict=True)])
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Least-squares slope of ``y`` over ``x``; raises ``ValueError`` where it is not defined."""
+    """Return the least-squares slope of ``y`` over ``x``; raise ``ValueError`` if it is not defined."""
     if len(x) != len(y):
         raise ValueError(f"a slope needs as many x as y, got {len(x)} and {len(y)}")
     if len(set(x)) < 2:
@@ -41,13 +41,13 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def slopes(x: Sequence[float], y: Sequence[Spread]) -> Spread:
-    """The slope of every repeat, as a spread."""
+    """Return the slopes of all repeats as a spread."""
     repeats = zip(*(one.values for one in y), strict=True)
     return Spread.of([slope(x, values) for values in repeats])
 
 
 def percentile(values: list[float], p: int) -> float:
-    """The smallest of ``values`` that at least ``p`` percent of them do not exceed.
+    """Return the smallest of ``values`` that at least ``p`` percent of the values do not exceed.
 
     Raises ``ValueError`` without values.
     """
@@ -57,5 +57,5 @@ def percentile(values: list[float], p: int) -> float:
 
 
 def misses_allowed(n: int, p: int) -> int:
-    """How many of ``n`` values may exceed a limit that their :func:`percentile` ``p`` does not exceed."""
+    """Return how many of ``n`` values may exceed a limit that :func:`percentile` ``p`` does not exceed."""
     return n - -(-p * n // 100)

@@ -1,1 +1,1 @@
-"""``vllm-hypic suggest``: what each way of finding segments would have reused of recorded requests."""
+"""``vllm-hypic suggest``: reports the reuse of recorded requests with each way of finding segments."""

@@ -1,4 +1,4 @@
-"""The ways of finding segments that are compared, and which of them is recommended."""
+"""Compares ways of finding segments, and recommends a way."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .prompts import Prompt
 from .replay import Linking, PrefixCaches, Replay
 
 MEANS = (512, 1024, 2048)
-"""Lengths of the pieces of mode ``cdc``, in tokens."""
+"""Mean lengths of the pieces of mode ``cdc``, in tokens."""
 _PRESET = 4
-"""Rank of single patterns: those that find nothing are not shown."""
+"""Rank of single patterns; patterns that add no reuse are not shown."""
 NEAR = 0.02
-"""Share of the prompts' tokens: who reuses as much less than the best is as good."""
+"""Share of the prompts' tokens by which a candidate may reuse less and still count as good as the best."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Options of section ``segment``, with what was reused by them."""
+    """Options of section ``segment``, with the replay that measures their reuse."""
 
     name: str
     rank: int
-    """The smaller, the simpler."""
+    """Complexity of the options: the smaller, the simpler."""
     options: dict[str, Any] | None
-    """``None``: vLLM's prefix cache alone."""
+    """Options of section ``segment``; ``None`` for vLLM's prefix cache alone."""
     cut: Callable[[Prompt], ParsedPrompt | None]
     replay: Replay
 
 
 class Comparison:
-    """Replays prompts by every candidate.
+    """Replays prompts with every candidate.
 
-    ``given``: the options of section ``segment`` that all start from; ``block_tokens``: of vLLM's prefix
-    cache.
+    ``given``: options of section ``segment`` that all candidates start from; ``block_tokens``: tokens in a
+    block of vLLM's prefix cache.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Comparison:
         self.tenants: set[str | None] = set()
 
     def add(self, prompt: Prompt) -> None:
-        """Let every candidate answer it."""
+        """Replay the prompt with every candidate."""
         primitives = self._primitives
         marked = parse_prompt(prompt.ids, primitives) if primitives.contains(prompt.ids) else None
         plain = [token for token in prompt.ids if primitives.marker(token) is None] if marked else prompt.ids
@@ -92,7 +92,7 @@ class Comparison:
             candidate.replay.answer(plain, cut, prompt.salt)
 
     def candidates(self) -> list[Candidate]:
-        """Candidates that the prompts tell from each other; who reused most comes first."""
+        """Return the candidates that these prompts distinguish, the most reuse first."""
         shown = [self._stock]
         if self.with_separators:
             shown.append(self._off)
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def recommended(candidates: Sequence[Candidate]) -> Candidate:
-    """The simplest of those that are as good as the best."""
+    """Return the simplest of the candidates that are as good as the best."""
     best = max(c.replay.reuse for c in candidates)
     good = [c for c in candidates if c.replay.reuse >= best - NEAR]
     return min(good, key=lambda c: (c.rank, -c.replay.reuse))

@@ -1,4 +1,4 @@
-"""``vllm-hypic suggest LOG.jsonl``: which way of finding segments suits recorded requests?"""
+"""``vllm-hypic suggest LOG.jsonl``: recommends a way of finding segments for recorded requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .prompts import FrontEnd
 
 OURS = ("model", "tokenizer_mode", "quantization", "skip_tokenizer_init")
-"""Arguments of vLLM that the command gives itself."""
+"""Arguments of vLLM that the command sets itself."""
 
 
 @click.command()
@@ -73,7 +73,7 @@ def suggest(
     folder, config = model_folder(model), HypicConfig.from_mapping(hypic)
     if not parse_link(config.link, config.seam_tokens).reuse:
         raise click.UsageError(f"link method {config.link!r} reuses nothing: set another link in --hypic")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log goes to the standard output
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # vLLM logs to the standard output
     from vllm.exceptions import VLLMError
 
     from .prompts import FrontEnd
@@ -92,7 +92,7 @@ def suggest(
 
 
 def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> Comparison:
-    """What compares prompts of ``front_end``; ``block_size``: tokens in a block of vLLM's prefix cache."""
+    """Return a comparison for prompts of ``front_end``; ``block_size``: tokens in a prefix cache's block."""
     from ..engine.segments import Vocabulary
     from ..primitives.context import context_tokens
     from ..primitives.islands import choose_islands
@@ -115,7 +115,7 @@ def comparison_of(front_end: FrontEnd, config: HypicConfig, block_size: int) -> 
 
 
 def _replay(log: BinaryIO, front_end: FrontEnd, comparison: Comparison) -> int:
-    """How many requests have no prompt that could be replayed."""
+    """Replay the log's prompts, and return the number of requests without a prompt to replay."""
     from .prompts import LogError, body_of
 
     left_out = 0
@@ -133,7 +133,7 @@ def _replay(log: BinaryIO, front_end: FrontEnd, comparison: Comparison) -> int:
 
 
 def _lines(log: BinaryIO) -> Iterator[bytes]:
-    """Lines of the log, with a progress bar where somebody sees it, and the log's length is known."""
+    """Yield the log's lines, with a progress bar on a terminal if the log's length is known."""
     with ExitStack() as stack:
         if sys.stderr.isatty() and log.seekable():
             size = os.fstat(log.fileno()).st_size
@@ -150,7 +150,7 @@ def _lines(log: BinaryIO) -> Iterator[bytes]:
 
 
 def _report(comparison: Comparison, left_out: int, block_size: int, hypic: dict[str, Any]) -> dict[str, Any]:
-    """All that is printed, in JSON's terms."""
+    """Return the report as JSON values."""
     from .candidates import recommended
 
     candidates = comparison.candidates()

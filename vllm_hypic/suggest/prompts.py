@@ -1,4 +1,4 @@
-"""Recorded requests -> prompts, as the front end of a server makes them: vLLM's own rendering, no engine."""
+"""Turns recorded requests into prompts like a server's front end, with vLLM's own rendering and no engine."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ EXPECTED = "expected a request with messages or prompt, by itself or as the body
 
 
 class LogError(ValueError):
-    """A line that is no request, or that a server would refuse."""
+    """A line of the log is no request, or a request that a server would refuse."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a request."""
+    """A prompt of a request."""
 
     ids: list[int]
     engine_input: Any
-    """What segments are found in: see :class:`..engine.segments.PromptSegments`."""
+    """Engine input in which segments are found: see :class:`..engine.segments.PromptSegments`."""
     salt: str | None
     may_reuse: bool
-    """It asks for nothing that prompts with segments do not get."""
+    """Whether the request asks only for features that prompts with segments have."""
 
 
 def body_of(line: bytes) -> dict[str, Any]:
-    """The request of one line.  Raises :class:`LogError`."""
+    """Return the request in a line.  Raises :class:`LogError`."""
     try:
         found = json.loads(line)
     except ValueError as e:
@@ -60,7 +60,7 @@ def body_of(line: bytes) -> dict[str, Any]:
 
 
 class FrontEnd:
-    """Renders requests as a server of ``model`` would; for one thread.
+    """Renders requests as a server of ``model`` would, in a single thread.
 
     ``engine_args``: arguments of vLLM.  Raises :class:`~vllm_hypic.errors.ConfigError` for a model whose
     prompts cannot have segments.
@@ -72,7 +72,7 @@ class FrontEnd:
         register_mode()
         publish_texts(config.token_texts)
         model_config = EngineArgs(model=str(model), **engine_args).create_model_config()
-        # Nothing is computed, so it does not matter whether this machine could.
+        # The command computes nothing, so this machine need not support the quantisation.
         model_config.quantization = None
         if (reason := refuses_model(model_config)) is None:
             model_config.tokenizer_mode = TOKENIZER_MODE
@@ -103,9 +103,9 @@ class FrontEnd:
         self._renderer.shutdown()
 
     def prompts(self, body: dict[str, Any]) -> Iterator[Prompt]:
-        """The prompts of a request: none where it has images, or other parts than text.
+        """Yield the prompts of a request, or no prompt if the request has images or other parts than text.
 
-        Raises :class:`LogError` where the server would refuse it.
+        Raises :class:`LogError` if the server would refuse the request.
         """
         if has_non_text_content(body.get("messages")) or body.get("prompt_embeds") is not None:
             return
@@ -122,12 +122,12 @@ class FrontEnd:
             yield Prompt(ids, engine_input, salt, reason_not_to_cut(asked, self.primitives) is None)
 
     async def _render(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
-        """The engine's inputs, and parameters of sampling."""
+        """Return the engine's inputs and the sampling parameters."""
         request: Any
         if "messages" in body:
             request = ChatCompletionRequest.model_validate(body)
             request.tool_choice = (
-                "none"  # prompts do not depend on it, and only servers have parsers of calls
+                "none"  # prompts do not depend on tool_choice, and only servers have parsers of calls
             )
             rendered: Any = await self._online.render_chat(request)
             inputs = rendered[1] if isinstance(rendered, tuple) else rendered

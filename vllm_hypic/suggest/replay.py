@@ -1,4 +1,4 @@
-"""What engines would have reused of prompts, one after the other, had they memory without end."""
+"""Replays prompts in sequence, and counts the tokens that engines with unlimited memory would reuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Linking:
-    """How prompts are planned: arguments of :func:`~vllm_hypic.primitives.plan.build_plan`."""
+    """Arguments of :func:`~vllm_hypic.primitives.plan.build_plan`, which plans prompts."""
 
     method: LinkMethod
     min_segment_tokens: int
@@ -41,22 +41,22 @@ class Linking:
 
 
 class PrefixCaches:
-    """vLLM's prefix caches of several engines, which never evict: which of them have a block, by its hash."""
+    """vLLM's prefix caches of several engines, without eviction: the engines that have each block."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._engines: dict[int, int] = {}
-        """A bit for each engine."""
+        """Engines that have a block, by the block's hash, with a bit for each engine."""
         self._count = 0
 
     def add(self) -> int:
-        """Another engine."""
+        """Add an engine, and return its bit."""
         self._count += 1
         return 1 << self._count
 
     def cached(self, engine: int, tokens: Sequence[int], salt: str | None) -> int:
-        """How many of the first ``tokens`` the engine has cached; from now on it has all whole blocks."""
-        size, found, last = self._block_tokens, 0, len(tokens) - 1  # the last one is computed in any case
+        """Return how many of the first ``tokens`` the engine has cached, and cache all whole blocks."""
+        size, found, last = self._block_tokens, 0, len(tokens) - 1  # the last token is always computed
         block = hash(salt)
         for stop in range(size, len(tokens) + 1, size):
             block = hash((block, *tokens[stop - size : stop]))
@@ -69,28 +69,28 @@ class PrefixCaches:
 
 @dataclass
 class Replay:
-    """One engine, and what it reused so far, in tokens."""
+    """Replay of prompts on an engine, with its counts of reused tokens so far."""
 
     linking: Linking
     caches: PrefixCaches
     tokens: int = 0
     """Tokens of all prompts."""
     reused: int = 0
-    """Prompt tokens read from records, or from vLLM's prefix cache: as ``cached_tokens`` counts them."""
+    """Prompt tokens read from records or from vLLM's prefix cache, as in ``cached_tokens``."""
     segment_tokens: int = 0
-    """Prompt tokens in segments, the leading ones left out."""
+    """Prompt tokens in segments, without leading segments."""
     record_tokens: int = 0
-    """Tokens that all records have K and V of."""
+    """Tokens whose K and V all records together hold."""
     pieces: list[int] = field(default_factory=list)
-    """Segments of each prompt, the leading ones left out."""
+    """Number of segments in each prompt, without leading segments."""
 
     def __post_init__(self) -> None:
         self._engine = self.caches.add()
         self._records: set[SegmentKey] = set()
 
     def answer(self, ids: Sequence[int], prompt: ParsedPrompt | None, salt: str | None) -> int:
-        """Answer a prompt of a tenant: how many of its tokens are reused.  ``prompt``: how it is cut;
-        ``None``: not at all, and it has the tokens ``ids``."""
+        """Replay a tenant's prompt, and return the number of its reused tokens.  ``prompt``: the cut prompt;
+        ``None`` for an uncut prompt with the tokens ``ids``."""
         cached = partial(self.caches.cached, self._engine)
         if prompt is None:
             self.pieces.append(0)
@@ -99,7 +99,7 @@ class Replay:
             self.reused += reused
             return reused
         plan = self.linking.plan(prompt, salt)
-        # A prompt may hold one segment twice: what it has computed itself is not reused.
+        # A prompt may hold a segment twice; its own computation of that segment does not count as reuse.
         reused = sum(s.reused for s in plan.segments if s.key in self._records)
         if not plan.warm_only:
             reused += cached(plan.stream, salt if plan.salt is None else f"{plan.salt}:{salt}")
@@ -116,7 +116,7 @@ class Replay:
 
     @property
     def reuse(self) -> float:
-        """Share of the prompts' tokens."""
+        """Return the share of the prompts' tokens that was reused."""
         return self.reused / self.tokens if self.tokens else 0.0
 
     @property

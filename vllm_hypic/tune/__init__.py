@@ -1,1 +1,1 @@
-"""``vllm-hypic tune``: trains the K and V of a context that records are computed behind."""
+"""``vllm-hypic tune``: trains the K and V of the context behind which records are computed."""

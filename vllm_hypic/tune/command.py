@@ -1,4 +1,4 @@
-"""``vllm-hypic tune``."""
+"""``vllm-hypic tune``: trains the context of a model's records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .training import Measured, Training
 
 HELPS = 0.95
-"""Part of the untrained context's KL that a learned one may have at most to be written."""
+"""Largest part of the untrained context's KL with which a learned context is written."""
 
 
 @click.command(short_help="Train the context of a model's records on documents of your own.")
@@ -117,7 +117,7 @@ def tune(
         train(training, seconds=60 * minutes, save=lambda: training.save(state, settings), told=told)
     _report(training, output)
     learned = training.learned
-    # The pool keeps K as it is before it is rotated.
+    # The pool holds unrotated K.
     raw = dense.moved(learned, -learned.positions)
     told_of = {"documents": trained_on, "steps": str(training.step), "measured": _words(training.best)}
     key, value = (x[:, 0].transpose(1, 2).to(torch.bfloat16) for x in (raw.keys, raw.values))
@@ -128,7 +128,7 @@ def tune(
 
 
 def _report(training: Training, output: Path) -> None:
-    """Raises ``ClickException`` where training did not help."""
+    """Print the result; raise ``ClickException`` if training did not help."""
     from .training import mean_kl
 
     before, after = mean_kl(training.untrained), mean_kl(training.best)

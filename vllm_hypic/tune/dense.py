@@ -1,6 +1,6 @@
-"""A dense model in transformers whose rows may see any columns: what records and composed prompts are there.
+"""A dense model in transformers, whose rows may see any columns, for records and composed prompts.
 
-Differentiable, batched, without pages; not bit for bit an engine's.
+The computation is differentiable, batched and without pages, and not bit for bit that of an engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Columns:
     positions: Tensor
 
     def at(self, index: Tensor) -> Columns:
-        """Some columns only."""
+        """Return the columns at ``index``."""
         return Columns(self.keys[:, :, :, index], self.values[:, :, :, index], self.positions[index])
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
-    """End to end; those of batch 1 are everybody's."""
+    """Join columns end to end; parts of batch 1 are repeated for the whole batch."""
     batch = max(p.keys.shape[1] for p in parts)
     return Columns(
         torch.cat([p.keys.expand(-1, batch, -1, -1, -1) for p in parts], 3),
@@ -39,7 +39,7 @@ def joined(parts: Sequence[Columns]) -> Columns:
 
 
 class Dense:
-    """A checkpoint with plain RoPE and full attention in every layer.  Raises ``ValueError`` for others."""
+    """A checkpoint with plain RoPE and full attention in every layer; raises ``ValueError`` otherwise."""
 
     def __init__(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self._dtype = dtype
@@ -68,12 +68,12 @@ class Dense:
         keep: int = 1,
         draws: bool = False,
     ) -> tuple[Tensor, Columns, Tensor | None]:
-        """Rows ``ids [batch, rows]`` over ``seen`` and each other; a row sees what stands at or before its
-        position ``positions [rows]``.
+        """Run rows ``ids [batch, rows]`` over ``seen`` and each other; a row sees columns at or before its
+        position in ``positions [rows]``.
 
-        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns
-        and, if asked for, what each of all columns draws ``[columns]``: attention weights, mean over layers,
-        batch, heads and rows.
+        Returns scores of the last ``keep`` rows ``[batch, keep, vocabulary]`` in float32, the rows' columns,
+        and each column's attention weight ``[columns]`` (``None`` without ``draws``).  The weights are means
+        over layers, batch, heads and rows.
         """
         before = torch.zeros(0, dtype=torch.long) if seen is None else seen.positions
         cache = DynamicCache()
@@ -100,7 +100,7 @@ class Dense:
         return out.logits.float(), Columns(keys, values, positions), drawn
 
     def moved(self, columns: Columns, by: int | Tensor) -> Columns:
-        """Rotated by ``by`` more positions, one number or ``[columns]``."""
+        """Return the columns rotated by ``by`` further positions, a number or ``[columns]``."""
         shift = torch.as_tensor(by).expand(len(columns.positions))
         angles = (shift[:, None] * self._turns).repeat(1, 2)
         low, high = columns.keys.float().chunk(2, -1)

@@ -1,4 +1,4 @@
-"""Prompts to learn from: pieces of the deployment's own documents, and what goes on behind them."""
+"""Prompts to learn from: pieces of the deployment's own documents, each prompt with a continuation."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from ..primitives.context import context_tokens
 
 PIECES, PIECE_TOKENS, QUERY_TOKENS = 4, 200, 96
-"""A prompt has so many pieces of so many tokens, and a query of so many that goes on with one of them."""
+"""Pieces of a prompt, tokens of a piece, and tokens of the query, which continues a piece."""
 NEEDED = PIECES * PIECE_TOKENS + QUERY_TOKENS
-"""Tokens of the shortest document that serves."""
+"""Tokens of the shortest usable document."""
 HELD_OUT = 5
-"""One document of so many is never trained on."""
+"""Every ``HELD_OUT``-th document is held out from training."""
 LEAST_DOCUMENTS = PIECES * HELD_OUT
 LARGEST_FILE = 1 << 20
-"""Characters that are read of a file."""
+"""Limit on the characters that are read from a file."""
 LEADS = (
     "Read these documents.\n\n",
     "You answer questions about the documents below.\n\n",
     "Use the following context.\n\n",
 )
-"""What stands before the documents: answers must not depend on one system prompt."""
+"""Texts before the documents, several so that training does not depend on a single system prompt."""
 
 
 @dataclass(frozen=True)
 class TunePrompt:
-    """Token ids; all ``pieces`` have the same length."""
+    """A prompt as token ids; all ``pieces`` have the same length."""
 
     lead: tuple[int, ...]
     pieces: tuple[tuple[int, ...], ...]
@@ -44,7 +44,8 @@ class Documents:
     leads: tuple[tuple[int, ...], ...]
 
     def prompt(self, rng: random.Random, *, in_order: bool) -> TunePrompt:
-        """Pieces of one text in order and its next tokens, or pieces of several, of which one goes on."""
+        """Return a prompt: pieces of a text in order with its next tokens, or mixed pieces of several texts
+        with the next tokens of one piece."""
         text = rng.choice(self.texts)
         if in_order:
             begin = rng.randrange(len(text) - NEEDED + 1)
@@ -62,10 +63,9 @@ class Documents:
 
 
 def read_documents(folder: Path, tokenizer: Any) -> tuple[Documents, Documents]:
-    """All texts in ``folder``, to train on and held out.
+    """Return the texts in ``folder``, as documents to train on and documents held out.
 
-    Files that are no UTF-8 and those that are too short do not serve.  Raises ``ValueError`` where too few
-    are left.
+    Files that are not UTF-8 or too short are left out.  Raises ``ValueError`` if too few texts remain.
     """
     texts = []
     for text in _texts(folder):
@@ -96,7 +96,7 @@ def _texts(folder: Path) -> Iterator[str]:
 
 
 def held_out_prompts(documents: Documents, count: int) -> dict[str, Sequence[TunePrompt]]:
-    """``count`` prompts of either kind, always the same."""
+    """Return ``count`` prompts of each kind, which are the same in every run."""
     return {
         name: [documents.prompt(random.Random(f"{name} {i}"), in_order=in_order) for i in range(count)]
         for name, in_order in (("in order", True), ("mixed", False))

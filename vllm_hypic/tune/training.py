@@ -1,4 +1,4 @@
-"""Trains K and V of a context: records behind it shall answer as full recompute does."""
+"""Trains K and V of a context, so that records behind the context answer like full recompute."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WARM_STEPS = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """On held-out prompts: KL to full recompute's next tokens in nats, and how much more NLL the text has, in
-    per cent of full recompute's."""
+    """Results on held-out prompts: KL divergence to full recompute's next tokens in nats, and the increase of
+    the text's NLL in percent of full recompute's."""
 
     kl: float
     nll: float
@@ -32,13 +32,14 @@ class Schedule:
     steps: int
     rate: float = 2e-3
     check_steps: int = 25
-    """After so many steps held-out prompts are looked at."""
+    """Steps between checks on held-out prompts."""
     patience: int = 3
-    """So many looks without a better one end the training."""
+    """Number of successive checks without improvement that ends the training."""
 
 
 class Training:
-    """``start``: K and V to begin with, at positions 0 and on, batch 1; ``held_out``: prompts by kind."""
+    """The training of a context.  ``start``: initial K and V of batch 1, at positions from 0 on;
+    ``held_out``: prompts by kind."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Training:
         self._step = self._worse = 0
         self._full: dict[tuple[str, int], Tensor] = {}
         self.untrained = self.measure(start)
-        """What the context is worth before it is trained."""
+        """Results of the untrained context."""
         self.best, self.learned = self.untrained, start
 
     @property
@@ -69,7 +70,7 @@ class Training:
         return self._step
 
     def advance(self) -> float:
-        """One step, and a look at held-out prompts where it is due.  Returns the step's loss, KL in nats."""
+        """Train for a step, check held-out prompts if due, and return the step's loss, KL in nats."""
         schedule = self._schedule
         for group in self._optimiser.param_groups:
             rising = min(1.0, (self._step + 1) / WARM_STEPS)
@@ -100,7 +101,7 @@ class Training:
 
     @torch.no_grad()
     def measure(self, context: Columns | None) -> dict[str, Measured]:
-        """Held-out prompts, by kind."""
+        """Return the results of a context on held-out prompts, by kind."""
         found = {}
         for name, prompts in self._held_out.items():
             divergences, ours, fulls = [], [], []
@@ -116,12 +117,12 @@ class Training:
 
     @torch.no_grad()
     def teacher(self, prompt: TunePrompt) -> Tensor:
-        """Scores ``[query, vocabulary]`` of full recompute."""
+        """Return the scores ``[query, vocabulary]`` of full recompute."""
         ids = [*prompt.lead, *(t for piece in prompt.pieces for t in piece), *prompt.query]
         return self._model.run(torch.tensor([ids]), torch.arange(len(ids)), keep=len(prompt.query))[0][0]
 
     def composed(self, prompt: TunePrompt, context: Columns | None) -> Tensor:
-        """The same where every piece is a record that was computed behind ``context``."""
+        """Return scores ``[query, vocabulary]`` with every piece as a record computed behind ``context``."""
         lead = torch.tensor([prompt.lead])
         pieces = torch.tensor(prompt.pieces)
         n, each = (0 if context is None else len(context.positions)), pieces.shape[1]
@@ -137,10 +138,10 @@ class Training:
         positions = end + torch.arange(query.shape[1])
         return self._model.run(query, positions, joined(parts), keep=query.shape[1])[0][0]
 
-    # -- going on after a break -----------------------------------------------------------------
+    # -- resuming after an interruption ---------------------------------------------------------
 
     def save(self, path: Path, settings: str) -> None:
-        """``settings``: names everything that another run must have in common to go on."""
+        """Save the training's state; ``settings`` names all settings that a resuming run must share."""
         partial = path.with_name(path.name + ".partial")
         state = {
             "settings": settings,
@@ -156,7 +157,7 @@ class Training:
         partial.replace(path)
 
     def resume(self, path: Path, settings: str) -> bool:
-        """Go on where :meth:`save` was; ``False``: there is nothing to go on with."""
+        """Restore the state of :meth:`save`; return ``False`` without a state of the same ``settings``."""
         if not path.exists():
             return False
         state = torch.load(path)
@@ -177,7 +178,8 @@ class Training:
 def train(
     training: Training, *, seconds: float, save: Callable[[], None], told: Callable[[float], None]
 ) -> None:
-    """Until the schedule, patience or time ends it.  ``told``: each step's loss; ``save``: every minute."""
+    """Train until the schedule, the patience or ``seconds`` seconds end.  ``told`` gets each step's loss;
+    ``save`` is called every minute."""
     begun = saved = time.monotonic()
     while not training.done and time.monotonic() - begun < seconds:
         told(training.advance())
@@ -187,7 +189,7 @@ def train(
 
 
 def divergence(full: Tensor, ours: Tensor) -> Tensor:
-    """Mean KL of the rows of ``ours`` to ``full [rows, vocabulary]``, in nats."""
+    """Return the mean KL divergence of the rows of ``ours`` to ``full [rows, vocabulary]``, in nats."""
     p, q = full.log_softmax(-1), ours.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).mean()
 

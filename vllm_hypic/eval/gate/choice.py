@@ -1,4 +1,4 @@
-"""The cheapest link method that is a go: what the gate tries, and what a server takes of it."""
+"""Candidates for the cheapest link method that is a go: the gate tries, and servers choose, among them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ LADDER = (
     ("text", "query-20"),
     ("text", "query-30"),
 )
-"""Contexts and islands, the default of dense models among them, by the tokens that a warm prompt of thousands
-of tokens computes, fewest first.  A context costs a warm prompt nothing."""
+"""Contexts and islands, the default of dense models included.  The order is by the tokens that a warm prompt
+of thousands of tokens computes, fewest first.  A context costs a warm prompt nothing."""
 
 
 def candidates(config: HypicConfig) -> Iterator[HypicConfig]:
-    """``config`` with each context and islands of the ladder."""
+    """Yield ``config`` with each pair of context and islands in the ladder."""
     for context, islands in LADDER:
         yield replace(config, context=context, islands=islands)

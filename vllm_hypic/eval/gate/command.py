@@ -1,4 +1,4 @@
-"""``vllm-hypic gate MODEL``: is reuse good enough on this model, at these settings?"""
+"""``vllm-hypic gate MODEL``: judges whether reuse is good enough on a model at given settings."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, wri
 from .verdict import Verdict
 
 CONTEXT = 8192
-"""Tokens that engines are given for the fixed set: more than any of its prompts has."""
+"""Context of the engines for the fixed set, in tokens, which is more than any of its prompts has."""
 OURS = (
     *("model", "dtype", "attention_backend", "attention_config", "additional_config", "kv_transfer_config"),
     *("enforce_eager", "max_num_batched_tokens", "max_num_seqs", "enable_prefix_caching"),
     *("kv_cache_memory_bytes", "scheduler_cls", "worker_cls"),
 )
-"""Arguments of vLLM that the gate gives itself."""
+"""Arguments of vLLM that the gate sets itself."""
 BEYOND = ("store", "segment_parallel", "gate")
-"""Options that reach beyond the engine: the gate fills no tiers, opens no ports, asks for no sign-off."""
+"""Options that reach beyond the engine: the gate fills no tiers, opens no ports and needs no sign-off."""
 PAIR_EXTRA = 2
-"""Besides the methods, each task is answered by full recompute and, for the noise, once more."""
+"""Answers to each task beside the methods': full recompute, and full recompute again for the noise."""
 
 
 class Exit(IntEnum):
     GO = 0
     NO_GO = 1
-    """Exit code, also when the gate did not finish."""
+    """Exit code of a no-go, and of a gate that did not finish."""
     USAGE = 2
     CANNOT_JUDGE = 3
 
@@ -265,7 +265,7 @@ def gate(
     measured = _measure(place, tuple(judged), tasks, chat, template)
     verdicts = {}
     for (method, numbers), asked in zip(measured.numbers.items(), judged.values(), strict=True):
-        # What the engine made of options that depend on the model.
+        # The engine has resolved the options that depend on the model.
         served = replace(asked, context=method.context, islands=method.islands)
         judgement = judge(numbers, Limits(**limits))
         verdicts[method] = judgement.verdict
@@ -296,7 +296,7 @@ def _sign(path: Path, sign_off: SignOff) -> None:
 
 @dataclass(frozen=True)
 class _Tasks:
-    """Makes the sets that are asked for."""
+    """Makes the sets of tasks for the gate."""
 
     generator: Generator | None
     prompts: int
@@ -320,7 +320,7 @@ def _config(hypic: Mapping[str, Any], **link_options: str | int | None) -> Hypic
 
 
 def _within(config: HypicConfig) -> dict[str, Any]:
-    """Options for the gate's own engines."""
+    """Return the options for the gate's own engines."""
     options = {name: value for name, value in config.to_mapping().items() if name not in BEYOND}
     return {**options, "gate": {"require": "off"}}
 
@@ -328,7 +328,7 @@ def _within(config: HypicConfig) -> dict[str, Any]:
 def _judged(
     config: HypicConfig, try_seams: tuple[int, ...] | None, choose: bool
 ) -> dict[Method, HypicConfig]:
-    """Methods, and the options that they stand for."""
+    """Return the methods to judge, each with its options."""
     windowed = reads_seam(config)
     if try_seams is not None and not windowed:
         raise click.UsageError(f"--try-seams: link method {config.link!r} takes no seam window")
@@ -351,7 +351,7 @@ def _judged(
 
 
 def _check_writable(folder: Path, model: Path) -> None:
-    """Refuse now what would only fail, or do harm, after the measurement.  Makes the folder."""
+    """Make the folder, and refuse a folder that would fail, or do harm, only after the measurement."""
     folder = folder.absolute()
     if folder.resolve() == model.resolve():
         raise click.UsageError(f"{folder} is the model's own folder: name another folder for sign-offs")
@@ -399,7 +399,7 @@ def _evidence(
 
 
 def _recommendation(verdicts: Mapping[Method, Verdict], choose: bool) -> str:
-    """Which method to serve with; ``verdicts`` come in the order of what their methods cost."""
+    """Return a sentence with the recommended method; ``verdicts`` are in the order of the methods' costs."""
     found = next((m for m, v in verdicts.items() if v is Verdict.GO), None)
     if not choose:
         if found is None:
@@ -414,7 +414,7 @@ def _recommendation(verdicts: Mapping[Method, Verdict], choose: bool) -> str:
 
 
 def _exit(verdicts: set[Verdict]) -> Exit:
-    """One go is enough: it was asked for the best of several."""
+    """Return the exit code; a single go is enough, as the gate looks for the best of several methods."""
     if Verdict.GO in verdicts:
         return Exit.GO
     return Exit.CANNOT_JUDGE if Verdict.CANNOT_JUDGE in verdicts else Exit.NO_GO

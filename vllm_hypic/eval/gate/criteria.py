@@ -1,4 +1,4 @@
-"""Criteria: what was measured becomes a verdict.  docs/how-to/choose-for-my-model.md gives reasons."""
+"""Criteria that turn measurements into a verdict.  docs/how-to/choose-for-my-model.md gives reasons."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from ..runner import MethodAnswer
 from .verdict import Judgement, Reason
 
 SURE = 0.5
-"""A first token to which full recompute gives more than this is one that it is sure of."""
+"""Probability above which full recompute is sure of a first token."""
 
 FAULTS, ANSWERS, TEXTS = "faults", "answers", "texts"
 DISTRIBUTIONS, FIRST_TOKENS = "distributions", "first tokens"
 """Names of the criteria."""
 ALONE = (FAULTS, TEXTS)
-"""Criteria that say no-go also where full recompute answers too little: they need no answers."""
+"""Criteria that need no answers, and so can say no-go even if full recompute answers too little."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a go ends."""
+    """Limits of a go."""
 
     loss: float = 3.0
-    """Points that answers may lose on average, unless the interval of the loss reaches 0."""
+    """Limit on the average loss of answers, in points, unless the interval of the loss reaches 0."""
     certain_loss: float = 1.0
-    """Points: the interval of the loss must not lie wholly beyond."""
+    """Points beyond which the interval of the loss must not lie wholly."""
     kl: float = 0.2
-    """Nats that nine first-token distributions of ten may be away from full recompute's ..."""
+    """Limit on the KL divergence of nine in ten first-token distributions to full recompute's, in nats."""
     times_noise: float = 5.0
-    """... or so many times the noise floor, where that is more."""
+    """The same limit as a multiple of the noise floor; the larger of the two limits counts."""
     changed: float = 5.0
-    """Points: how many more first tokens that full recompute is sure of may change than change by noise."""
+    """Limit, in points, on the sure first tokens that change beyond those that change by noise."""
     nll: float = 2.0
-    """Percent by which the negative log-likelihood of texts that go on may be above full recompute's."""
+    """Percent by which the negative log-likelihood of continued texts may exceed full recompute's."""
     least_right: float = 20.0
-    """Points that full recompute itself must score for answers to say anything."""
+    """Points that full recompute itself must score for answers to mean anything."""
     least_reused: float = 95.0
-    """Percent of the tokens that could be reused that must have been."""
+    """Percent of the reusable tokens that must be reused."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Scores of one set of tasks, in points: 100 for a set without a fault."""
+    """Scores of a set of tasks, in points; a set without a fault has 100."""
 
     name: str
     metric: str
@@ -60,7 +60,7 @@ class Answers:
 
     @staticmethod
     def of(name: str, metric: str, full: Sequence[float], reuse: Sequence[float]) -> Answers:
-        """``full[i]`` and ``reuse[i]``, 0 to 1, are scores of the same task."""
+        """Return the scores of a set; ``full[i]`` and ``reuse[i]``, 0 to 1, belong to the same task."""
         return Answers(
             name,
             metric,
@@ -72,39 +72,41 @@ class Answers:
 
 @dataclass(frozen=True)
 class Texts:
-    """Texts that go on: mean negative log-likelihood of a token, in nats."""
+    """Mean negative log-likelihood of a token in continued texts, in nats."""
 
     name: str
     full: float
     reuse: float
     increase: Estimate
-    """Percent."""
+    """Increase by reuse, in percent."""
 
     @staticmethod
     def of(name: str, full: Sequence[float], reuse: Sequence[float]) -> Texts:
-        """``full[i]`` and ``reuse[i]`` are of the same text."""
+        """Return the means of a family; ``full[i]`` and ``reuse[i]`` belong to the same text."""
         return Texts(name, statistics.fmean(full), statistics.fmean(reuse), nll_increase(reuse, full))
 
 
 @dataclass(frozen=True)
 class Distances:
-    """First-token distributions against full recompute's, over all prompts."""
+    """Distances of first-token distributions to full recompute's, over all prompts."""
 
     prompts: int
     kl_median: float
     kl_p90: float
     kl_mean: float
-    """Nats."""
+    """Mean KL divergence; all three KL fields are in nats."""
     agreement: float
     """Percent of the prompts with the same most likely token."""
     sure: int
-    """Prompts of whose first token full recompute is sure."""
+    """Count of prompts of whose first token full recompute is sure."""
     changed: float
-    """Percent of these with another most likely token; 0 where there are none."""
+    """Percent of sure prompts with another most likely token; 0 without sure prompts."""
 
     @staticmethod
     def of(references: Sequence[MethodAnswer], others: Sequence[MethodAnswer]) -> Distances:
-        """Raises ``ValueError`` without outcomes, ``KeyError`` where logprobs of other tokens were taken."""
+        """Return the distances of ``others`` to ``references``.
+
+        Raises ``ValueError`` without outcomes, ``KeyError`` if ``others`` have logprobs of other tokens."""
         found = [distance(r.logprobs, o.logprobs) for r, o in zip(references, others, strict=True)]
         sure = [
             d.same_argmax
@@ -125,25 +127,25 @@ class Distances:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Prompt tokens."""
+    """Counts of prompt tokens."""
 
     reused: int
     reusable: int
-    """Tokens of the segments that are long enough, without their seams."""
+    """Tokens of sufficiently long segments, without their seams."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was measured of one method; after a fault some of it is missing."""
+    """Measurements of a method; a fault leaves some measurements out."""
 
     faults: tuple[str, ...] = ()
-    """A sentence each."""
+    """A sentence for each fault."""
     answers: tuple[Answers, ...] = ()
     texts: tuple[Texts, ...] = ()
     reuse: Reuse | None = None
     distances: Distances | None = None
     noise: Distances | None = None
-    """Full recompute against full recompute, cut into other chunks."""
+    """Distances of full recompute to full recompute in other chunks."""
 
 
 def judge(numbers: Numbers, limits: Limits) -> Judgement:

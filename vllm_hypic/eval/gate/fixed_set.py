@@ -1,4 +1,4 @@
-"""The tasks of the gate: the same for every run with the same seed."""
+"""The tasks of the gate, which are the same in every run with the same seed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..tasks import longbench
 from ..tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, SEED_STEP, Source
 
 DEMO_DOCUMENTS, DEMO_TOKENS = 8, 64
-"""Documents of a demo model's prompt, and tokens of each: few, so that a seam is a large part of each."""
+"""Documents of a demo model's prompt, and tokens of a document: few, so that a seam is a large part of it."""
 TEXTS_SHARE = 3
-"""Questions for every text that goes on: each of a text's tokens tells something, a question only once."""
+"""Questions for every continued text: a question is a single measurement, a text one for each token."""
 DATA_WORDS = 384
-"""Longest segment of the user's data, in words."""
+"""Words of the longest segment of the user's data."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class TaskSet:
 
     name: str
     metric: Metric | None
-    """``None``: texts that go on; what counts is how likely they are."""
+    """Metric of the answers; ``None`` for continued texts, whose likelihood counts."""
     tasks: tuple[Task, ...]
 
 
 def fixed_sets(generator: Generator | None, prompts: int, seed: int, *, chat: bool) -> list[TaskSet]:
-    """About ``prompts`` questions, as many of each family, and texts that go on.
+    """Return about ``prompts`` questions, equally many of each family, and continued texts.
 
-    ``generator``: the demo model's, if it is one: it knows its own questions, answers with nothing else, and
-    knows no English texts.
+    ``generator``: the generator of a demo model, which knows only its own questions and no English texts, and
+    answers with nothing else.
     """
     source = Source(generator, chat)
 
@@ -56,12 +56,12 @@ def fixed_sets(generator: Generator | None, prompts: int, seed: int, *, chat: bo
 
 
 def data_set(path: Path, prompts: int) -> TaskSet:
-    """The first ``prompts`` tasks of a file in LongBench's format.  Raises ``longbench.DataError``."""
+    """Return the first ``prompts`` tasks of a file in LongBench's format.  Raises ``longbench.DataError``."""
     tasks = longbench.read(path, limit=prompts, words=DATA_WORDS)
     return TaskSet(path.name, Metric.F1, tuple(tasks))
 
 
 def _in_turns(made: Iterable[list[Task]]) -> Iterable[Task]:
-    """One of each family, then the next of each: the first tasks are of all families."""
+    """Yield the first task of each family, then the next of each, so that all families come early."""
     for together in zip(*made, strict=True):
         yield from together

@@ -1,4 +1,4 @@
-"""What a sign-off holds for: one model as it is served, told by everything that changes its numbers."""
+"""The subject of a sign-off: a model as served, identified by every setting that changes its numbers."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ NEUTRAL = frozenset(
         *("max_tenant_segments", "segment_parallel", "token_texts", "token_ids", "gate"),
     }
 )
-"""Options that say where records are and what things are called.  All others are taken to change numbers."""
+"""Options of places and names, which change no numbers.  All other options are assumed to change numbers."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Equal subjects compute the same, but for the last bits: those that depend on the machine, the number of
-    threads or ranks, compilation, and how the pool is divided."""
+    """A model as served.  Equal subjects compute the same numbers except for the last bits.  The last bits
+    depend on the machine, the number of threads or ranks, compilation, and the division of the pool."""
 
     weights: str
-    """:func:`~vllm_hypic.fingerprint.fingerprint`: the same wherever the files are."""
+    """:func:`~vllm_hypic.fingerprint.fingerprint` of the weights, whatever the folder of the files."""
     dtype: str
     quantization: str | None
     rope: str
     overrides: str
     """Overrides of the model's configuration, as given to vLLM (``--hf-overrides``)."""
     kv_dtype: str
-    """Type of stored K and V."""
+    """Dtype of stored K and V."""
     state_dtype: str
-    """Type of the recurrent states in vLLM's own cache."""
+    """Dtype of the recurrent states in vLLM's own cache."""
     record_dtypes: str
-    """Types of stored transitions and states."""
+    """Dtypes of stored transitions and states."""
     plugin: str
     vllm: str
     options: dict[str, Any]
-    """The plugin's options that change numbers: see :func:`telling`."""
+    """Options of the plugin that change numbers: see :func:`telling`."""
 
     @property
     def key(self) -> str:
-        """Digest that names the sign-off."""
+        """Return the digest that names the sign-off."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True, allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def linked(self, config: HypicConfig) -> Subject:
-        """This model with the link options of ``config``."""
+        """Return this model with the link options of ``config``."""
         return dataclasses.replace(self, options=telling(config))
 
     def differs(self, other: Subject) -> list[str]:
-        """``name: mine, not other's`` for each value that is not the same."""
+        """Return ``name: mine, not other's`` for each value that differs."""
         mine, theirs = ({**dataclasses.asdict(one), **one.options} for one in (self, other))
         names = [n for n in dict.fromkeys((*mine, *theirs)) if n != "options"]
         pairs = [(n, mine.get(n), theirs.get(n)) for n in names]
@@ -68,7 +68,7 @@ class Subject:
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> Subject:
-        """The inverse of ``dataclasses.asdict``.  Raises ``ValueError`` for other fields than ours."""
+        """Undo ``dataclasses.asdict``.  Raises ``ValueError`` if the fields are not those of a subject."""
         names = {f.name for f in dataclasses.fields(Subject)}
         if set(values) != names:
             raise ValueError(f"expected the fields {', '.join(sorted(names))}")
@@ -76,9 +76,9 @@ class Subject:
 
 
 def subject_of(vllm_config: VllmConfig, config: HypicConfig) -> Subject:
-    """The model of an engine with the options ``config``, as requests that name no link of their own see it.
+    """Return the subject of an engine with the options ``config``, for requests that name no link method.
 
-    Reads samples of the weights' files.
+    The function reads samples of the weights' files.
     """
     import vllm
 
@@ -108,16 +108,16 @@ def _plain(dtype: object) -> str:
 
 
 def telling(config: HypicConfig) -> dict[str, Any]:
-    """Options that change numbers; ``None`` where the link method does not read one."""
+    """Return the options that change numbers; an option that the link method does not read is ``None``."""
     unread = set()
     if not reads_seam(config):
         unread.add("seam_tokens")
     if not parse_link(config.link, config.seam_tokens).dummies:
         unread.add("dummy_token")
-    # Not named at all where they are not used: sign-offs from before there were any hold on.
+    # Unused options are left out, so that sign-offs from before these options existed stay valid.
     values = [(name, value) for name, value in config.to_mapping().items() if name not in _unused(config)]
     told = {name: None if name in unread else value for name, value in values if name not in NEUTRAL}
-    if "context_file" in told:  # what it says counts, not where it lies
+    if "context_file" in told:  # the file's content counts, not its path
         learned = config.learned
         said = hashlib.sha256(config.text.encode()).hexdigest()
         told["context_file"] = said if learned is None else learned.digest
@@ -125,7 +125,7 @@ def telling(config: HypicConfig) -> dict[str, Any]:
 
 
 def _unused(config: HypicConfig) -> set[str]:
-    """Options of contexts, islands, found segments and narrow states that the engine does not have."""
+    """Return the options of contexts, islands, found segments and narrow states that the engine lacks."""
     unused = set()
     if config.segment.mode == "off":
         unused.add("segment")

@@ -1,4 +1,4 @@
-"""Measures a model: two engines, one after the other, so that memory holds one at a time."""
+"""Measures a model with two engines in sequence, so that memory holds a single engine at a time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .fixed_set import TaskSet
 from .identity import Subject, subject_of
 
 NOISE_CHUNK = 256
-"""Tokens of a step of the engine that shows the noise: prompts of the fixed set are cut into several."""
+"""Tokens in a step of the noise engine, few enough to cut prompts of the fixed set into several chunks."""
 
 
 class MeasureError(RuntimeError):
-    """Nothing can be measured; the message says why."""
+    """The model cannot be measured; the message says why."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model is measured."""
+    """Settings of the engines that measure a model."""
 
     settings: EngineSettings
     context: int
@@ -47,7 +47,7 @@ class Place:
         )
 
     def noise(self) -> Engine:
-        """A stock engine that cuts prompts into other chunks."""
+        """Return a stock engine that cuts prompts into other chunks."""
         return noise_engine(self.settings, self.context, NOISE_CHUNK, **self.more)
 
 
@@ -56,10 +56,10 @@ class GateMeasurement:
     subject: Subject
     """The subject, with the link options of the engine."""
     numbers: dict[Method, Numbers]
-    """What each method gave, in the order asked for, as it is on this engine (:meth:`Method.on`)."""
+    """Numbers by method, in the requested order; the methods are those on this engine (:meth:`Method.on`)."""
     chat: bool
     left_out: int
-    """Prompts that are longer than the engine's context."""
+    """Count of prompts that are longer than the engine's context."""
     described: dict[str, Any]
 
 
@@ -72,11 +72,12 @@ def measure(
     template: ChatTemplate,
     steps: Steps,
 ) -> GateMeasurement:
-    """``make(chat)`` makes the tasks; ``chat=None``: through the chat template where the model has one.
+    """Measure ``methods`` on the tasks of ``make(chat)``; ``chat=None`` uses a chat template if the model has
+    one.
 
-    ``steps`` are told of (task, method) pairs; full recompute and the noise count as methods.  Raises
-    ``EngineError`` when an engine does not start or dies, ``TasksError`` and ``PoolError`` where prompts
-    fit neither context nor pool, and :class:`MeasureError`.
+    ``steps`` counts (task, method) pairs; full recompute and the noise count as methods.  Raises
+    ``EngineError`` if an engine does not start or dies, ``TasksError`` if no prompt fits the context.  Also
+    raises ``PoolError`` if a prompt does not fit the pool, and :class:`MeasureError`.
     """
     steps.show("starting vLLM with hypic")
     with running(engine := place.hypic()):
@@ -122,7 +123,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One set of tasks as token ids."""
+    """A set of tasks as token ids."""
 
     tasks: TaskSet
     examples: list[Example]
@@ -131,7 +132,7 @@ class _Asked:
 def _parts(
     asked: Sequence[_Asked], *outcomes: Sequence[MethodAnswer]
 ) -> Iterator[tuple[_Asked, list[Sequence[MethodAnswer]]]]:
-    """Set by set what stands end to end in each of ``outcomes``."""
+    """Yield each set with its part of each of ``outcomes``, in which all sets stand end to end."""
     begin = 0
     for one in asked:
         end = begin + len(one.examples)
@@ -142,13 +143,13 @@ def _parts(
 def _encoded(
     engine: Engine, sets: Sequence[TaskSet], chat: bool, template: ChatTemplate
 ) -> tuple[list[_Asked], int]:
-    """Prompts that fit the context, and how many do not."""
+    """Return the prompts that fit the context, and the count of prompts that do not."""
     asked = [_Asked(one, fitting(engine, one.name, one.tasks, chat=chat, template=template)) for one in sets]
     return asked, sum(len(one.tasks.tasks) - len(one.examples) for one in asked)
 
 
 def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Example]) -> list[str]:
-    """What is wrong with these prompts, asked with nothing cached and once more."""
+    """Return the faults of these prompts, each asked with nothing cached and then again."""
     faults = []
     for example in examples:
         ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
@@ -160,7 +161,7 @@ def _cold_against_warm(engine: Engine, method: Method, examples: Sequence[Exampl
 
 
 def _not_finite(outcomes: Sequence[MethodAnswer]) -> str | None:
-    """A sentence, where logprobs are no numbers."""
+    """Return a sentence if logprobs are not finite, else ``None``."""
     bad = [v for o in outcomes for v in o.logprobs.values() if not math.isfinite(v)]
     return f"{len(bad)} logprobs of first tokens are no numbers ({bad[0]})" if bad else None
 
@@ -168,7 +169,7 @@ def _not_finite(outcomes: Sequence[MethodAnswer]) -> str | None:
 def _answers(
     asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Answers, ...]:
-    """How right ``found`` is beside full recompute, for every set of questions."""
+    """Return the scores of ``found`` and of full recompute, for every set of questions."""
     answers = []
     for one, (right, other) in _parts(asked, full, found):
         if (metric := one.tasks.metric) is None:
@@ -184,7 +185,7 @@ def _answers(
 def _texts(
     asked: Sequence[_Asked], full: Sequence[MethodAnswer], found: Sequence[MethodAnswer]
 ) -> tuple[Texts, ...]:
-    """How likely ``found`` makes the continuations beside full recompute, for every family of texts."""
+    """Return the continuations' likelihoods in ``found`` and in full recompute, for every family of texts."""
     texts = []
     for one, (right, other) in _parts(asked, full, found):
         if one.tasks.metric is not None:
@@ -203,7 +204,7 @@ def _texts(
 
 
 def _cut(engine: Engine, method: Method, examples: Sequence[Example]) -> list[Prompt]:
-    """The prompts with the segments that they have for this method."""
+    """Return the prompts, cut into the segments that this method finds."""
     prompts = [example.prompt for example in examples]
     if method.mode == "off":
         return prompts

@@ -1,4 +1,4 @@
-"""Numbers and reasons as a reader sees them."""
+"""Formats numbers and reasons for readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = {True: "holds", False: "fails", None: "silent"}
 
 
 def numbers_table(method: str, numbers: Numbers) -> Table:
-    """Full recompute, reuse, and full recompute once more, in other chunks."""
+    """Return a table with columns for full recompute, for reuse, and for full recompute in other chunks."""
     return table("", ("", "full recompute", method, "noise floor"), _rows(numbers))
 
 
@@ -48,7 +48,7 @@ def _rows(numbers: Numbers) -> Iterator[tuple[str, str, str, str]]:
 
 
 def reasons_text(judgement: Judgement) -> Text:
-    """The verdict, and a line for each reason."""
+    """Return the verdict with a line for each reason."""
     text = Text(judgement.verdict.upper(), style=STYLES[judgement.verdict])
     for reason in judgement.reasons:
         text.append(f"\n  {MARKS[reason.holds]:6}  {reason.criterion}: {reason.says}", style="default")

@@ -1,7 +1,7 @@
-"""Sign-offs: one JSON file for each subject that was judged.
+"""Sign-offs: a JSON file for each judged subject.
 
-The file carries a SHA-256 of its own content.  That tells a file that was edited or cut off from one that the
-gate wrote; it is no signature: whoever means to can compute it again.
+The file carries a SHA-256 checksum of its own content, which reveals a file that was edited or cut off.  The
+checksum is no signature: anybody can compute it again.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from .verdict import Judgement
 
 KIND = "vllm-hypic gate"
 FORMAT = 2
-"""Version of the file's layout, and of what a verdict means: raised when either changes."""
+"""Version of the file's layout and of the verdicts' meaning, raised when either changes."""
 
 FOLDER = "HYPIC_GATE_FOLDER"
-"""Environment variable that names another default folder."""
+"""Name of the environment variable that sets the default folder."""
 
 
 class SignOffError(ValueError):
-    """A file that counts as no sign-off, or a folder that cannot be found; the message says which and why."""
+    """A file is no valid sign-off, or no folder can be found; the message says which and why."""
 
 
 @dataclass(frozen=True)
 class SignOff:
     model: str
-    """Name, for readers: the weights' fingerprint is in the subject."""
+    """Name for readers; the weights' fingerprint is in the subject."""
     subject: Subject
     judgement: Judgement
     limits: Mapping[str, float]
-    """The verdict's: :class:`~.criteria.Limits`."""
+    """Limits of the verdict: :class:`~.criteria.Limits`."""
     by: str | None
-    """Who answers for it, as given on the command line."""
+    """Name of the person who answers for the verdict, as given on the command line."""
     time: str
-    """ISO 8601, UTC."""
+    """Time in ISO 8601, UTC."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers, tasks, engine, machine, versions, as plain JSON: for readers, not for programs."""
+    """Numbers, tasks, engine, machine and versions as plain JSON, for readers and not for programs."""
 
 
 def default_folder() -> Path:
-    """``$HYPIC_GATE_FOLDER``, or ``vllm-hypic/gates`` in the user's cache.
+    """Return ``$HYPIC_GATE_FOLDER``, or ``vllm-hypic/gates`` in the user's cache.
 
-    Raises :class:`SignOffError` for a user without a home, as containers have them.
+    Raises :class:`SignOffError` for a user without a home folder, as in some containers.
     """
     if folder := os.environ.get(FOLDER):
         return Path(folder)
@@ -62,12 +62,12 @@ def default_folder() -> Path:
 
 
 def path_in(folder: Path, subject: Subject) -> Path:
-    """Where a subject's sign-off stands."""
+    """Return the path of a subject's sign-off."""
     return folder / f"{subject.key}.json"
 
 
 def write(path: Path, sign_off: SignOff) -> None:
-    """Write in one piece, in place of an older one; makes the folder.  Raises ``OSError``."""
+    """Write the sign-off atomically over an older file, and make the folder.  Raises ``OSError``."""
     content: dict[str, Any] = {
         "kind": KIND,
         "format": FORMAT,
@@ -87,9 +87,9 @@ def write(path: Path, sign_off: SignOff) -> None:
 
 
 def read(path: Path, subject: Subject | None = None) -> SignOff:
-    """The sign-off in a file; with ``subject``, it must be that one's.
+    """Return the sign-off in a file, which must be for ``subject`` if given.
 
-    Raises :class:`SignOffError` for any other content, ``FileNotFoundError`` where there is no file.
+    Raises :class:`SignOffError` for any other content, ``FileNotFoundError`` without a file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

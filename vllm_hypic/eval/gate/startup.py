@@ -1,6 +1,6 @@
-"""What a server says of its model's sign-off when it starts, or why it does not start.
+"""Reports a model's sign-off when a server starts, or refuses the start.
 
-Looked up once, in the process that makes the engine's configuration: before weights are read.
+The process that makes the engine's configuration looks the sign-off up once, before weights are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.hypic.gate")
 
 @dataclass(frozen=True)
 class Found:
-    """A sign-off, or why there is none that counts."""
+    """A sign-off (``None`` without a valid sign-off), and a sentence about it."""
 
     sign_off: SignOff | None
     says: str
@@ -41,16 +41,16 @@ class Found:
 
 
 def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
-    """Say in one line of the log what the gate found, as the options ask.
+    """Log the gate's finding in a line, as the options ask.
 
-    Raises :class:`ConfigError` where a go is required and there is none.  Nothing is said where nobody
-    reuses by default (link ``full``), and by all but one of several front-end processes.
+    Raises :class:`ConfigError` if a go is required but missing.  The function logs nothing for a link method
+    without reuse (``full``), and logs in only one of several front-end processes.
     """
     if config.gate.require == "off" or not parse_link(config.link, config.seam_tokens).reuse:
         return
     parallel = vllm_config.parallel_config
     if parallel._api_process_count > 1 and parallel._api_process_rank >= 0:
-        return  # the process that started this one has looked
+        return  # the parent process has looked already
     subject = subject_of(vllm_config, config)
     found = find(config.gate.folder, subject)
     if found.go:
@@ -63,8 +63,8 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
 
 
 def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
-    """``config`` with the cheapest context and islands that are a go; unchanged where its link method reuses
-    nothing.  Raises :class:`ConfigError` where none are."""
+    """Return ``config`` with the cheapest context and islands that are a go, or unchanged if the link method
+    reuses nothing.  Raises :class:`ConfigError` if no context and islands are a go."""
     if not parse_link(config.link, config.seam_tokens).reuse:
         return config
     subject = subject_of(vllm_config, config)
@@ -77,7 +77,7 @@ def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
 
 
 def find(folder: str | None, subject: Subject) -> Found:
-    """The sign-off of ``subject`` in ``folder``, or in the default one.  Changes nothing."""
+    """Return the sign-off of ``subject`` in ``folder``, or in the default folder (``None``)."""
     try:
         path = path_in(default_folder() if folder is None else Path(folder), subject)
         sign_off = read(path, subject)
@@ -100,10 +100,10 @@ def find(folder: str | None, subject: Subject) -> Found:
 
 
 def command(model: ModelConfig, subject: Subject, config: HypicConfig) -> str:
-    """The command line that judges ``subject``."""
+    """Return the command line that judges ``subject``."""
     words = ["vllm-hypic", "gate", model.model, "--dtype", subject.dtype]
     usual = HypicConfig(link=config.link).for_model(model)
-    # Not by the subject's own names: it does not tell a context that the model would have and that is off.
+    # The subject's own options leave out a context that is the model's default but turned off here.
     ours = {**telling(usual), **subject.options}
     given, expected = config.to_mapping(), {**usual.to_mapping(), "link": HypicConfig().link}
     if options := {n: given[n] for n in ours if ours[n] is not None and given[n] != expected[n]}:

@@ -1,4 +1,4 @@
-"""What the gate says: a verdict and its reasons."""
+"""The gate's judgement: a verdict and its reasons."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ class Verdict(StrEnum):
     GO = "go"
     NO_GO = "no-go"
     CANNOT_JUDGE = "cannot judge"
-    """Full recompute itself answers too little: what reuse loses could not be seen."""
+    """Full recompute itself answers too little, so that no loss by reuse could show."""
 
 
 @dataclass(frozen=True)
 class Reason:
-    """One criterion and what was found."""
+    """A criterion and its finding."""
 
     criterion: str
     holds: bool | None
-    """``None``: this criterion says nothing here."""
+    """Whether the criterion holds; ``None``: the criterion says nothing here."""
     measured: float | None
     limit: float | None
     says: str
-    """One sentence with value and limit."""
+    """Sentence with value and limit."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,17 @@ class Judgement:
 
     @property
     def against(self) -> list[Reason]:
-        """The reasons of a no-go; of another verdict, those that kept it from being a go."""
+        """Return the reasons that speak against a go: failed criteria, or silent criteria if the gate cannot
+        judge."""
         kept_from_go = None if self.verdict is Verdict.CANNOT_JUDGE else False
         return [r for r in self.reasons if r.holds is kept_from_go]
 
     @staticmethod
     def of(reasons: Sequence[Reason], *, answers: str, alone: Collection[str]) -> Judgement:
-        """No-go where one criterion does not hold, else go.
+        """Return a no-go if a criterion does not hold, else a go.
 
-        Where all called ``answers`` say nothing, only those named in ``alone`` make a no-go, and nothing
-        makes a go.
+        If all criteria called ``answers`` say nothing, only criteria named in ``alone`` make a no-go, and the
+        verdict is never a go.
         """
         judged = any(r.holds is not None and r.criterion == answers for r in reasons)
         if any(r.holds is False and (judged or r.criterion in alone) for r in reasons):
@@ -58,7 +59,7 @@ class Judgement:
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> Judgement:
-        """The inverse of ``dataclasses.asdict``.  Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
+        """Undo ``dataclasses.asdict``.  Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
         names = [f.name for f in dataclasses.fields(Reason)]
         reasons = tuple(Reason(**{name: reason[name] for name in names}) for reason in values["reasons"])
         return Judgement(Verdict(values["verdict"]), reasons)

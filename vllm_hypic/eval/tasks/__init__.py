@@ -1,4 +1,4 @@
-"""Families of tasks, one a file: ``make(first, count, ...)`` gives the tasks ``first``, ``first + 1``, ...
+"""Families of tasks, with a module for each family.
 
-The same number is the same task in every run.
+Tasks have numbers, and the same number is the same task in every run.
 """

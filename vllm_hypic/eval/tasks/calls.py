@@ -1,4 +1,4 @@
-"""Agents: a question, behind it calls of a tool and their results; an answer stands in one of four places."""
+"""Tasks of agents: tool calls and results follow a question, and the answer stands in one of four places."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PLACES = {
     "call-doc": "a fact in a document, behind which tools were called",
     "call-arg": "a fact in the arguments of a call",
 }
-"""Families by where the answer stands."""
+"""Families, by the place of the answer."""
 RESULT_TOKENS = 140
-"""About so many tokens has a result."""
+"""Approximate tokens in a tool's result."""
 
 
 def task(place: str, number: int, documents: int, tokens: int) -> Task:
-    """A question about one of several offices; documents, results and arguments tell of the others."""
+    """Return a question about an office; documents, results and arguments hold facts of several offices."""
     rng = random.Random(f"{place} {number}")
     kind = rng.choice(natural.KINDS)
     cities = rng.sample(CITIES, documents + 3)

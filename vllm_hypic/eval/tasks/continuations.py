@@ -1,4 +1,4 @@
-"""Texts that go on: documents, and how likely the model finds what follows.  No labels, no questions."""
+"""Continued texts: documents and a continuation, whose likelihood is measured without labels or questions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ IN_ORDER, MIXED = "in-order", "mixed"
 """Names of the families."""
 SYSTEM = "You go on with texts."
 TOKENS = 96
-"""Tokens of a continuation whose likelihood is taken."""
+"""Tokens of a continuation whose likelihood is measured."""
 
 
 def in_order(number: int, documents: int, tokens: int) -> Task:
-    """The documents are pieces of one text, in their order, and what follows is the text's next piece."""
+    """Return a task whose documents are pieces of a text in order, and that continues with the next piece."""
     rng = random.Random(f"{IN_ORDER} {number}")
     sizes = [words_of(tokens)] * documents + [words_of(TOKENS)]
     [[*pieces, after]] = installed_texts().runs(rng, 1, sizes)
@@ -25,7 +25,7 @@ def in_order(number: int, documents: int, tokens: int) -> Task:
 
 
 def mixed(number: int, documents: int, tokens: int) -> Task:
-    """The documents are pieces of different texts, and what follows is the next piece of one of them."""
+    """Return a task whose documents are pieces of different texts, and that continues one of these texts."""
     rng = random.Random(f"{MIXED} {number}")
     runs = installed_texts().runs(rng, documents, [words_of(tokens), words_of(TOKENS)])
     after = rng.choice([after for _, after in runs])

@@ -1,4 +1,4 @@
-"""Questions of the generator that a demo model brings along."""
+"""Questions from a demo model's own generator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..task import Task
 
 MOST_DOCUMENTS = 100
 MOST_FACTS = 1500
-"""Facts in all documents. Generators draw until they find names that are not taken: these leave enough."""
+"""Limit on the facts in all documents, which leaves enough unused names for generators to draw."""
 FACT_TOKENS, HEADER_TOKENS = 5, 7
-"""Most tokens of a fact, and of what stands beside the facts."""
+"""Most tokens of a fact, and of a document's text beside its facts."""
 
 
 def make(
@@ -26,11 +26,11 @@ def make(
     family: str | None = None,
     chat: bool = False,
 ) -> list[Task]:
-    """Tasks with ``documents`` documents of ``tokens`` tokens; ``family`` is ``kind`` unless it is named.
+    """Return tasks with ``documents`` documents of ``tokens`` tokens; ``family`` is ``kind`` by default.
 
-    ``facts``: of a document; ``None``: as many as the model can hold.  ``chat``: leave out of the leading
-    segment what the chat template writes, ``<bos> <sys>``.  Raises ``ValueError`` for a kind that the
-    generator does not have, and for shapes that it cannot fill.
+    ``facts``: facts in a document; ``None``: as many as the model can hold.  ``chat``: leave the chat
+    template's own ``<bos> <sys>`` out of the leading segment.  Raises ``ValueError`` for a kind that the
+    generator does not have, and for shapes that the generator cannot fill.
     """
     if kind not in generator.KINDS:
         raise ValueError(f"the demo model's generator has no questions of the kind {kind!r}")

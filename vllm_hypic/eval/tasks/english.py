@@ -1,4 +1,4 @@
-"""English filler text of common words, for tasks whose answers stand in it."""
+"""English filler text of common words, for tasks whose answers stand in the text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ INSTRUCTIONS = (
 )
 
 WORDS_PER_TOKEN = 0.75
-"""About what tokenizers make of English: documents are asked for in tokens and written in words."""
+"""Approximate words of English in a token: documents are asked for in tokens and written in words."""
 
 MOST_KEYS = 4000
-"""So few of all pairs of words that finding new ones by chance is quick."""
+"""Limit on keys, which are so few of all pairs of words that random draws find new keys quickly."""
 
 
 class Writer:
-    """Writes sentences and words at random; the same seed, the same text."""
+    """Writes random sentences and words; the same seed gives the same text."""
 
     def __init__(self, seed: str) -> None:
         self.rng = random.Random(seed)
 
     def sentence(self) -> str:
-        """Six to sixteen words or so, and a full stop."""
+        """Return a sentence of about six to sixteen words with a full stop."""
         pick = self.rng.choice
         name, other, action = pick(NAMES), pick(NAMES), pick(ACTIONS)
         thing, another = f"{pick(QUALITIES)} {pick(THINGS)}", f"{pick(QUALITIES)} {pick(THINGS)}"
@@ -46,14 +46,14 @@ class Writer:
         )
 
     def number(self, taken: set[str]) -> str:
-        """Seven digits that are not ``taken`` yet; takes them."""
+        """Return a number of seven digits that is not in ``taken``, and add it to ``taken``."""
         while (found := str(self.rng.randrange(1_000_000, 10_000_000))) in taken:
             pass
         taken.add(found)
         return found
 
     def keys(self, count: int) -> list[str]:
-        """Different names for things, two words each; at most ``MOST_KEYS``."""
+        """Return ``count`` distinct names of things, two words each; ``count`` is at most ``MOST_KEYS``."""
         assert count <= MOST_KEYS
         found: dict[str, None] = {}
         while len(found) < count:
@@ -61,8 +61,8 @@ class Writer:
         return list(found)
 
     def document(self, words: int, statements: Sequence[str]) -> str:
-        """``statements`` in their order at random places between sentences: ``words`` words or, at the end
-        of the last sentence, a few more; longer only if the statements are."""
+        """Return a document with ``statements`` in their order at random places between sentences.  The
+        document has ``words`` words, up to the end of a sentence, or more if the statements have more."""
         room = words - sum(len(s.split()) for s in statements)
         sentences: list[str] = []
         while room > 0:
@@ -75,7 +75,8 @@ class Writer:
 
 
 def spread(rng: random.Random, statements: Sequence[str], documents: int) -> list[list[str]]:
-    """Statements by document, their order kept: as many documents as there are statements, or all."""
+    """Distribute statements over documents in order: a statement in a document, or several if documents are
+    fewer than statements."""
     n = len(statements)
     places = (
         sorted(rng.sample(range(documents), n)) if n <= documents else [i * documents // n for i in range(n)]
@@ -89,7 +90,7 @@ def spread(rng: random.Random, statements: Sequence[str], documents: int) -> lis
 def task(
     family: str, documents: Sequence[str], question: str, answer: str, *, answer_tokens: int = 24
 ) -> Task:
-    """A task over documents; the right answer is a word or a number."""
+    """Return a task over documents, whose right answer is a word or a number."""
     return Task(
         family=family,
         system=INSTRUCTIONS,

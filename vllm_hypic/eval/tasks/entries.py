@@ -1,4 +1,4 @@
-"""Extractive questions over prose: entries on like buildings, and questions in other words than theirs."""
+"""Extractive questions over prose: entries on similar buildings, and questions in other words."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ASIDES = (
     "Concerts take place there on warm evenings.",
     "The clock above the gate has not been changed since.",
 )
-"""Sentences that nobody asks about."""
+"""Sentences that no question is about."""
 FACT_WORDS = 36
-"""Words of an entry's facts."""
+"""Words in an entry's facts."""
 ASIDE_WORDS = 8
 
 

@@ -1,4 +1,4 @@
-"""Retrieval among like facts: a statement in every document, a question about one of them."""
+"""Retrieval among similar facts: a statement in every document, and a question about one statement."""
 
 from __future__ import annotations
 

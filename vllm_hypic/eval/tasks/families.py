@@ -1,4 +1,4 @@
-"""Names of the generated families of tasks, their usual shapes, and what makes them."""
+"""Generated families of tasks, with their names, default shapes and functions that make them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ..task import Task
 from . import calls, continuations, demo, entries, facts, hops, keyvalue, needle, prices, updates, variables
 
 SEED_STEP = 1_000_000
-"""Tasks of different seeds are different: numbers of a seed's begin at so many times the seed."""
+"""Distance between the first task numbers of two seeds, so that different seeds have different tasks."""
 ENGLISH_LONGER = 4
-"""English documents have so many times the usual tokens of the demo models', which read short ones."""
+"""Factor by which English documents are longer than the demo models' short documents."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What tasks are made of."""
+    """Material that tasks are made of."""
 
     generator: Generator | None
-    """The demo model's; ``None``: tasks are English."""
+    """Generator of the demo model; ``None`` for English tasks."""
     chat: bool = False
-    """Prompts go through the chat template."""
+    """Whether prompts go through the chat template."""
     facts: int | None = None
     """Facts in a document of the demo model's own families; ``None``: as many as the model can hold."""
 
@@ -34,18 +34,18 @@ Maker = Callable[[Source, int, int, int, int], list[Task]]
 
 @dataclass(frozen=True)
 class Family:
-    """One family and its usual shape."""
+    """A family and its default shape."""
 
     about: str
     make: Maker
     kind: str | None = None
-    """The kind of question that only a demo model's generator has; ``None``: there is an English version."""
+    """Kind of question that only a demo model's generator has; ``None`` if an English version exists."""
     documents: int = 8
     tokens: int = 128
     natural: bool = False
-    """Made of installed texts, which no demo model can read."""
+    """Whether the tasks are made of installed texts, which no demo model can read."""
     only_named: bool = False
-    """No model is asked it unless it is named: only chats have calls of tools."""
+    """Whether a run must name the family to include it, as only chats have tool calls."""
 
     def suits(self, generator: Generator | None) -> bool:
         if self.natural:
@@ -53,20 +53,20 @@ class Family:
         return self.kind is None or (generator is not None and self.kind in generator.KINDS)
 
     def usual(self, generator: Generator | None) -> bool:
-        """Whether a model is asked it unless others are named: demo models what they have learned, others
-        what is natural."""
+        """Whether the family is asked by default: demo models get the families that they have learned, all
+        other models the natural families."""
         if generator is None:
             return self.natural and not self.only_named
         return self.kind is None or self.kind in generator.LEARNED
 
     def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
-        """Documents, and tokens of each: what is asked for, or else the usual."""
+        """Return the documents, and the tokens of a document, with the family's defaults for ``None``."""
         longer = ENGLISH_LONGER if source.generator is None and not self.natural else 1
         return documents or self.documents, tokens or self.tokens * longer
 
 
 def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8, tokens: int = 128) -> Family:
-    """A family of the demo model's generator alone; ``kind`` is ``name`` unless it is named."""
+    """Return a family of only the demo model's generator; ``kind`` is ``name`` by default."""
     kind = kind or name
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
@@ -88,7 +88,7 @@ def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8,
 
 
 class English(Protocol):
-    """A module that makes English tasks, and says which of a demo model's are like them."""
+    """A module that makes English tasks, and names the similar kind of a demo model's tasks."""
 
     FAMILY: str
     KIND: str
@@ -99,7 +99,7 @@ class English(Protocol):
 
 
 def _any(about: str, english: English) -> Family:
-    """A family that is English, or in the words of a demo model for that."""
+    """Return a family in English, or in a demo model's words if the model is a demo model."""
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is None:
@@ -128,7 +128,7 @@ def _natural(
     tokens: int,
     only_named: bool = False,
 ) -> Family:
-    """A family that is made of installed texts."""
+    """Return a family that is made of installed texts."""
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is not None:
@@ -179,4 +179,4 @@ FAMILIES |= {
 }
 QUESTIONS = (facts.FAMILY, prices.FAMILY, hops.FAMILY, updates.FAMILY, entries.FAMILY)
 CONTINUATIONS = (continuations.IN_ORDER, continuations.MIXED)
-"""Natural families, by what is counted."""
+"""Natural families: ``QUESTIONS`` count right answers, ``CONTINUATIONS`` the likelihood of texts."""

@@ -1,4 +1,4 @@
-"""Two hops over two documents: who works where, and what holds there."""
+"""Two hops over two documents: the office of a person, and a fact about that office."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .lexicon import CITIES
 
 FAMILY = "hops"
 ANSWER_TOKENS = 20
-"""Behind the opening: the office, and a sentence on what was asked for."""
+"""Tokens behind the opening, enough for the office and a sentence with the fact."""
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
-    """Half of the documents say where somebody works, the others a fact of one of those offices.
+    """Return a task: half of the documents name a person's office, the other half a fact about an office.
 
-    Of an odd number the last tells of an office where nobody works.
+    An odd number of documents adds a fact about an office where no person works.
     """
     rng = random.Random(f"{FAMILY} {number}")
     kind = rng.choice(natural.KINDS)

@@ -1,7 +1,7 @@
-"""Natural English that is installed anyway: Python's manual and docstrings, READMEs of packages.
+"""Natural English texts that are installed anyway: Python's manual and docstrings, READMEs of packages.
 
-Nothing of it is copied into this repository. What is installed differs between machines: tasks made of it
-are the same wherever the :attr:`InstalledTexts.digest` is.
+This repository contains no copy of these texts. Installed texts differ between machines: tasks made of them
+are the same on machines with the same :attr:`InstalledTexts.digest`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ MODULES = listed("""
 """)
 """Modules of Python's library whose docstrings are read."""
 OWN = "vllm-hypic"
-"""Our own README changes with every commit: it is no text to measure on."""
+"""This package, whose README is left out because it may change with every commit."""
 LEAST_WORDS = 400
-"""Words of the shortest text that is used: enough to cut it into pieces of which one goes on."""
+"""Words of the shortest usable text, which is long enough for pieces and a continuation."""
 _PARAGRAPH_WORDS = 8
 _SENTENCE_WORDS = 60
-"""Most sentences are shorter: room for a piece's last one."""
+"""Words to spare for a piece's last sentence, as most sentences are shorter."""
 _SENTENCE_END = re.compile(r"(?<=[.!?:]) (?=[A-Z])")
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z'-]*[.,;:!?)]*")
 _PLAIN_SHARE = 0.75
@@ -41,9 +41,9 @@ _PLAIN_SHARE = 0.75
 @dataclass(frozen=True)
 class InstalledText:
     name: str
-    """Where the text is from: ``the manual, topic 'import'``."""
+    """Origin of the text: ``the manual, topic 'import'``."""
     paragraphs: tuple[str, ...]
-    """Paragraphs of prose, each in one line: code, tables and lists of links are left out."""
+    """Paragraphs of prose, each in a line, without code, tables and lists of links."""
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -61,29 +61,29 @@ class InstalledTexts:
 
     @cached_property
     def digest(self) -> str:
-        """The same texts have the same."""
+        """Return the texts' digest, which is equal for equal texts."""
         found = hashlib.sha256()
         for text in self.texts:
             found.update("\n".join((text.name, *text.paragraphs)).encode())
         return found.hexdigest()[:16]
 
     def passages(self, rng: random.Random, count: int, words: int) -> list[list[str]]:
-        """``count`` passages of different texts, each as its sentences: ``words`` words or, at the end of the
-        last sentence, a few more.  Raises ``ValueError`` where there are not so many texts."""
+        """Return ``count`` passages of different texts, each a list of sentences with ``words`` words, up to
+        the end of the last sentence.  Raises ``ValueError`` if fewer texts are installed."""
         if count > len(self.texts):
             raise ValueError(f"{count} texts: {len(self.texts)} are installed on this machine")
         found = []
         for text in rng.sample(self.texts, count):
             begin = rng.randrange(len(text.sentences))
-            # From the end of a text on at its beginning: every sentence is as likely as any other.
+            # A passage wraps around at a text's end, so that all sentences are equally likely.
             found.append(_first([*text.sentences[begin:], *text.sentences[:begin]], words))
         return found
 
     def runs(self, rng: random.Random, count: int, sizes: Sequence[int]) -> list[list[str]]:
-        """Of each of ``count`` texts as many pieces as there are ``sizes``, in order and without gaps: whole
-        sentences, so many words each or a few more.
+        """Return, for each of ``count`` texts, pieces in order and without gaps.  A piece has the words that
+        its entry in ``sizes`` asks for, up to the end of its last sentence.
 
-        Raises ``ValueError`` where too few texts are that long.
+        Raises ``ValueError`` if fewer texts are long enough.
         """
         needed = sum(sizes) + _SENTENCE_WORDS * len(sizes)
         long = [text for text in self.texts if len(text.words) >= needed]
@@ -93,7 +93,7 @@ class InstalledTexts:
 
 
 def _run(rng: random.Random, sentences: Sequence[str], sizes: Sequence[int], needed: int) -> list[str]:
-    """Pieces that begin at random where ``needed`` words are left."""
+    """Return pieces from a random beginning with at least ``needed`` words behind it."""
     left, latest = 0, len(sentences)
     while left < needed:
         latest -= 1
@@ -108,7 +108,7 @@ def _run(rng: random.Random, sentences: Sequence[str], sizes: Sequence[int], nee
 
 
 def _first(sentences: Sequence[str], words: int) -> list[str]:
-    """Sentences until there are ``words`` words."""
+    """Return the first sentences that have ``words`` words or more together."""
     found: list[str] = []
     held = 0
     for sentence in sentences:
@@ -121,7 +121,7 @@ def _first(sentences: Sequence[str], words: int) -> list[str]:
 
 @cache
 def installed_texts() -> InstalledTexts:
-    """What this machine has."""
+    """Return the texts on this machine."""
     made = {
         name: InstalledText(name, tuple(dict.fromkeys(_prose(text))))
         for name, text in (*_manual(), *_docstrings(), *_readmes())
@@ -130,7 +130,7 @@ def installed_texts() -> InstalledTexts:
 
 
 def _manual() -> Iterator[tuple[str, str]]:
-    """Topics of Python's language reference, which ``help()`` shows."""
+    """Yield the topics of Python's language reference, which ``help()`` shows."""
     from pydoc_data.topics import topics
 
     for name, text in topics.items():
@@ -163,7 +163,7 @@ def _readmes() -> Iterator[tuple[str, str]]:
 
 
 def _prose(text: str) -> Iterable[str]:
-    """Paragraphs that read as sentences."""
+    """Yield the paragraphs that consist of sentences."""
     for block in re.split(r"\n\s*\n", text):
         paragraph = " ".join(block.split())
         words = paragraph.split(" ")

@@ -1,4 +1,4 @@
-"""Retrieval of one value among many keys, after RULER's multi-key needles: documents full of statements."""
+"""Retrieval of a value among many keys in documents full of statements, after RULER's multi-key needles."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from . import demo, english
 
 FAMILY = "keyvalue"
 KIND = "one"
-"""The demo models' question that is like it."""
+"""Similar kind of question for demo models."""
 TOKENS_PER_FACT = 20
-"""Tokens of text for each fact, in the demo model's words; a fact is four or five."""
+"""Tokens of text for each fact in a demo model's words; a fact has four or five tokens."""
 WORDS_PER_KEY = 32
-"""Words of text for each key in English; a statement is eight."""
+"""Words of text for each key in English; a statement has eight words."""
 
 
 def facts(documents: int, tokens: int) -> int:
-    """Facts in each of a demo model's documents: about a quarter of the text."""
+    """Return the facts in a demo model's document, about a quarter of the text."""
     return max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents))
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
-    """The English task of this number, with documents of about ``tokens`` tokens."""
+    """Return the English task of this number, with documents of about ``tokens`` tokens."""
     writer = english.Writer(f"{FAMILY} {number}")
     words = int(tokens * english.WORDS_PER_TOKEN)
     keys = writer.keys(min(documents * max(1, words // WORDS_PER_KEY), english.MOST_KEYS))

@@ -1,4 +1,4 @@
-"""Common English words, by the part that they play in a sentence."""
+"""Common English words, by their part in a sentence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Tasks of a file in LongBench's format: JSON Lines with ``input``, ``context``, ``answers``.
 
-``all_classes`` (a list, or null) and ``dataset`` (a name) are used where they are there; other fields are
-not looked at.
+``all_classes`` (a list, or null) and ``dataset`` (a name) are optional; other fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ INSTRUCTIONS = (
     "Read the text. Answer the question after it as briefly as possible, with nothing but the answer.\n\n"
 )
 SUMMARISE = "Write a summary of the text."
-"""The question where a line's ``input`` is empty: LongBench's summaries."""
+"""Question for a line with an empty ``input``, as in LongBench's summaries."""
 SPARE_TOKENS = 16
 TOKENS_PER_WORD = 3
 MOST_ANSWER_TOKENS = 512
 
 
 class DataError(ValueError):
-    """A file that cannot be read as tasks; the message names file, line and field."""
+    """A file cannot be read as tasks; the message names file, line and field."""
 
 
 def read(path: Path, *, limit: int | None = None, words: int = 384) -> list[Task]:
-    """The first ``limit`` tasks of the file, their contexts cut into segments of at most ``words`` words.
+    """Return the first ``limit`` tasks of the file, with contexts cut into segments of up to ``words`` words.
 
     A task's family is its ``dataset``, or the file's name without ``.jsonl``.  Raises :class:`DataError`.
     """
@@ -93,14 +92,14 @@ def _texts(fields: dict[str, object], name: str, where: str) -> tuple[str, ...]:
 
 
 def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
-    """``context`` cut where paragraphs end, before a segment would hold more than ``words`` words; a
-    paragraph that alone holds more is cut between words.  End to end, the segments are ``context``."""
+    """Cut ``context`` at ends of paragraphs into segments of at most ``words`` words.  A longer paragraph is
+    cut between words.  The segments end to end are ``context``."""
     segments: list[str] = []
     held = 0
     for paragraph in re.findall(r"[^\n]*\n+|[^\n]+", context):
         for piece in _pieces(paragraph, words):
             size = len(piece.split())
-            # White space alone always has room, so that no segment is made of nothing else.
+            # White space has no words, so that it always fits and no segment is only white space.
             if segments and held + size <= words:
                 segments[-1] += piece
                 held += size
@@ -113,6 +112,6 @@ def _segments(context: str, words: int, where: str) -> tuple[str, ...]:
 
 
 def _pieces(paragraph: str, words: int) -> list[str]:
-    """Parts of at most ``words`` words each, with the white space after them."""
+    """Return the paragraph's pieces of at most ``words`` words each, with the white space behind words."""
     found = re.findall(r"\s*\S+\s*|\s+", paragraph)
     return ["".join(found[i : i + words]) for i in range(0, len(found), words)]

@@ -1,8 +1,8 @@
-"""What the natural families share: installed texts with statements between their sentences, names, numbers.
+"""Common parts of the natural families: installed texts with inserted statements, names and numbers.
 
-Questions are such as a small chat model answers: only where full recompute is right can reuse lose anything.
-The answer's first words are given, since such a model else talks of something else; it is right where the
-gold answer stands in what follows.
+A small chat model can answer the questions: reuse can lose only answers that full recompute has right.  The
+answer's first words are given, because a small model may otherwise stray from the question.  An answer is
+right if the generated text contains the gold answer.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from .lexicon import NAMES, SURNAMES
 
 SYSTEM = "You answer questions about the documents below."
 ANSWER_TOKENS = 10
-"""A number, a name or two words behind the answer's opening: with more, a model might tell all it read."""
+"""Tokens for a number, a name or two words behind the opening: a longer answer could list all facts."""
 MOST_DOCUMENTS = 40
-"""Most documents of one task: the lexicon has different places and people for so many."""
+"""Limit on the documents of a task, for which the lexicon has enough different places and people."""
 KINDS = ("access code", "door code", "phone extension", "account number")
 
 
 def people(rng: random.Random, count: int) -> list[str]:
-    """First names and surnames; no two have either in common."""
+    """Return ``count`` names, which share neither first names nor surnames."""
     names = zip(rng.sample(NAMES, count), rng.sample(SURNAMES, count), strict=True)
     return [f"{first} {last}" for first, last in names]
 
 
 def numbers(rng: random.Random, count: int, *, digits: int) -> list[str]:
-    """Different ones."""
+    """Return ``count`` distinct numbers of ``digits`` digits, as texts."""
     return [str(n) for n in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
 
 
 def documents_with(rng: random.Random, statements: Sequence[str], tokens: int) -> list[str]:
-    """A document of about ``tokens`` tokens, and one statement, for each; anywhere but at its beginning."""
+    """Return a document of about ``tokens`` tokens for each statement, placed anywhere but at the start."""
     passages = installed_texts().passages(rng, len(statements), max(1, words_of(tokens)))
     for passage, statement in zip(passages, statements, strict=True):
         passage.insert(rng.randrange(1, len(passage) + 1), statement)
@@ -43,12 +43,12 @@ def documents_with(rng: random.Random, statements: Sequence[str], tokens: int) -
 
 
 def office_facts(kind: str, cities: Sequence[str], codes: Sequence[str]) -> list[str]:
-    """Statements that differ in the office and its number only."""
+    """Return statements that differ only in the office and its number."""
     return [f"The {kind} of the {city} office is {code}." for city, code in zip(cities, codes, strict=True)]
 
 
 def segments_of(documents: Sequence[str]) -> tuple[str, ...]:
-    """An empty line ends each document: it has the same tokens wherever it stands."""
+    """Return the documents, each with an empty line at its end to give it the same tokens at any place."""
     return tuple(f"{document}\n\n" for document in documents)
 
 
@@ -65,7 +65,7 @@ def task(
     *,
     tokens: int = ANSWER_TOKENS,
 ) -> Task:
-    """Raises ``ValueError`` for more documents than there are names for."""
+    """Return a task; raise ``ValueError`` for fewer than 2 documents, or for more than the lexicon serves."""
     if not 2 <= len(documents) <= MOST_DOCUMENTS:
         raise ValueError(f"{len(documents)} documents: expected 2 to {MOST_DOCUMENTS}")
     return Task(

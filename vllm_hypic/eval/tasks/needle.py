@@ -1,4 +1,4 @@
-"""A needle in a haystack: one statement among fillers, and a question about it."""
+"""A needle in a haystack: a statement among fillers, and a question about the statement."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from . import english
 
 FAMILY = "needle"
 KIND = "one"
-"""The demo models' question that is like it."""
+"""Similar kind of question for demo models."""
 
 
 def facts(documents: int, tokens: int) -> int:
-    """Facts in each of a demo model's documents, which cannot be without one."""
+    """Return the facts in a demo model's document, which needs at least a single fact."""
     return 1
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
-    """The English task of this number, with documents of about ``tokens`` tokens."""
+    """Return the English task of this number, with documents of about ``tokens`` tokens."""
     writer = english.Writer(f"{FAMILY} {number}")
     [key], value = writer.keys(1), writer.number(set())
     held = english.spread(writer.rng, [f"The secret number of the {key} is {value}."], documents)

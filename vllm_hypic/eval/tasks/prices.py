@@ -1,4 +1,4 @@
-"""Retrieval of one value among many keys: prices of several things in every document, one is asked for."""
+"""Retrieval of a value among many keys: several prices in every document, and a question for a price."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last of several: every document moves the same event, and the question is where it is now."""
+"""The last of several updates: every document moves the same event, and the question asks for its place."""
 
 from __future__ import annotations
 

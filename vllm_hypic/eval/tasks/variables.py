@@ -1,4 +1,4 @@
-"""Variable tracking, after RULER's: chains of assignments over the documents, and the value at one's end."""
+"""Variable tracking, after RULER: chains of assignments over the documents, and a chain's value."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from . import english
 
 FAMILY = "variables"
 KIND = "two"
-"""The demo models' question that is like it: a hop is an assignment."""
+"""Similar kind of question for demo models, with a hop for an assignment."""
 CHAINS = 4
 LINKS = 2
-"""Assignments of a chain after the first, which gives the value."""
+"""Assignments of a chain after the first assignment, which gives the value."""
 
 
 def facts(documents: int, tokens: int) -> int:
-    """Facts in each of a demo model's documents: few beside the two that are asked for."""
+    """Return the facts in a demo model's document, few beside the two facts of the question."""
     return 1
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
-    """The English task of this number, with documents of about ``tokens`` tokens.
+    """Return the English task of this number, with documents of about ``tokens`` tokens.
 
-    A chain's assignments stand in different documents where there are enough, in their order.
+    A chain's assignments stand in order, in different documents if there are enough documents.
     """
     writer = english.Writer(f"{FAMILY} {number}")
     rng = writer.rng
