@@ -75,10 +75,10 @@ models: $(READY)
 	@$(BIN)/python tools/fetch_model.py
 
 demo: $(READY)
-	$(BIN)/python -m vllm_hypic.demo
+	$(BIN)/python -m examples.demo
 
 demo-parallel: $(READY)
-	$(BIN)/python -m vllm_hypic.demo.parallel
+	$(BIN)/python -m examples.demo.parallel
 
 test: $(READY)
 	@$(BIN)/python tools/fetch_model.py --optional

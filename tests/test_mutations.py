@@ -26,8 +26,6 @@ LEAST = {
     **dict.fromkeys(("check", "suggest", "eval", "tune", "models", "harness"), 1),
 }
 """Faults of each room of the package, at least."""
-WITHOUT = {"demo"}
-"""Rooms without faults: scripts that show the others at work."""
 
 
 @cache
@@ -66,7 +64,7 @@ def test_every_room_has_its_faults() -> None:
     for room, least in LEAST.items():
         assert sum(file.startswith(f"vllm_hypic/{room}/") for file in files) >= least, room
     rooms = {folder.parent.name for folder in (ROOT / "vllm_hypic").glob("*/__init__.py")}
-    assert rooms == WITHOUT | {room for room in LEAST if "/" not in room}
+    assert rooms == {room for room in LEAST if "/" not in room}
 
 
 def test_some_are_found_by_engines_alone() -> None:

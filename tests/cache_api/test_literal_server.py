@@ -14,9 +14,9 @@ from hostile.grammar import CHAT, COMPLETIONS, EXPLAIN, TOKENIZE, Attack, reques
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from examples.demo.single import make_tasks
 from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.forms import id_form
-from vllm_hypic.demo.single import make_tasks
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 

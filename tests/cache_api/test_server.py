@@ -19,6 +19,7 @@ from lib import forked
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from examples.demo.single import make_tasks
 from vllm_hypic.cache_api.client import (
     CacheError,
     NotAuthorized,
@@ -28,7 +29,6 @@ from vllm_hypic.cache_api.client import (
 )
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
-from vllm_hypic.demo.single import make_tasks
 from vllm_hypic.harness.client import ask
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server

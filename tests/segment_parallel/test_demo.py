@@ -14,11 +14,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from vllm_hypic.demo.parallel import Counted, check, main
+from examples.demo.parallel import Counted, check, main
 from vllm_hypic.harness.client import Breakdown, Part, Reply
 
 ROOT = Path(__file__).parents[2]
-DEMO = [sys.executable, "-m", "vllm_hypic.demo.parallel"]
+DEMO = [sys.executable, "-m", "examples.demo.parallel"]
 _ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 BREAKDOWN = Breakdown("parallel", "c", 0.001, 2.0, 1.5, 0.01, 0.2, 0, (Part("dispatched", "w", 9, 1.0),))
 SPREAD = Reply(("a", "b"), ((("a", -0.5), ("b", -1.5)),), 2.1, 2.5, BREAKDOWN)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_hypic.demo.single import make_tasks
+from examples.demo.single import make_tasks
 from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_hypic.demo import single
+from examples.demo import single
 from vllm_hypic.harness.client import Answer
 
 from .conftest import ENV
@@ -68,7 +68,7 @@ def test_a_killed_owner_takes_its_server_along(tmp_path):
 def test_demo():
     """The demo checks itself that its servers are gone."""
     ended = subprocess.run(
-        [sys.executable, "-m", "vllm_hypic.demo", "--tasks", "3"],
+        [sys.executable, "-m", "examples.demo", "--tasks", "3"],
         cwd=ROOT,
         env={**os.environ, **ENV},
         capture_output=True,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.demo.single import make_tasks
+from examples.demo.single import make_tasks
 
 from .conftest import run_script
 
@@ -44,7 +44,7 @@ import json
 
 from vllm import LLM, SamplingParams
 
-from vllm_hypic.demo.single import make_tasks
+from examples.demo.single import make_tasks
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 

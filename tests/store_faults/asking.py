@@ -12,7 +12,7 @@ from typing import Self
 
 import httpx
 
-from vllm_hypic.demo.single import Task, make_tasks
+from examples.demo.single import Task, make_tasks
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_prompt
 

@@ -12,7 +12,7 @@ import pytest
 from one_process import ONE_PROCESS
 
 from benchmarks.services import LMCacheServer, RedisServer
-from vllm_hypic.demo.single import Task
+from examples.demo.single import Task
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.serving import Server
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from vllm_hypic.demo.single import Task
+from examples.demo.single import Task
 from vllm_hypic.harness.serving import Server
 
 from .asking import BOUND_S, DOCUMENTS, Questions, ask

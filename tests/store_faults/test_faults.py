@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from benchmarks.services import RedisServer, Service
-from vllm_hypic.demo.single import Task
+from examples.demo.single import Task
 from vllm_hypic.harness.serving import Server
 
 from .asking import BOUND_S, DOCUMENTS, Clients, Gaps, PlainStream, Questions, ask_right

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllm_hypic.demo.single import make_tasks
+from examples.demo.single import make_tasks
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 

@@ -1,4 +1,4 @@
-"""``python -m vllm_hypic.demo.parallel``: two workers prefill, a third server combines.
+"""``python -m examples.demo.parallel``: two workers prefill, a third server combines.
 
 Starts a router, two workers and a combine node on this machine, sends a prompt of eight segments of uneven
 lengths that nobody has seen, and shows where its time went.  The combine node alone, as an ordinary server,
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..harness.client import Breakdown, Reply, completion, separator_of
-from ..harness.cluster import FAILURES, Cluster, Setup
-from ..harness.generators import EXAMPLE
-from ..harness.prompts import Writer, uneven, writer
-from ..harness.report import console, percent, seconds, size, table
-from ..harness.serving import Server, ServerError
-from ..harness.sizes import SIZES, random_model
+from vllm_hypic.harness.client import Breakdown, Reply, completion, separator_of
+from vllm_hypic.harness.cluster import FAILURES, Cluster, Setup
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.prompts import Writer, uneven, writer
+from vllm_hypic.harness.report import console, percent, seconds, size, table
+from vllm_hypic.harness.serving import Server, ServerError
+from vllm_hypic.harness.sizes import SIZES, random_model
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
 """Tokens of the segments, the leading segment first."""

@@ -1,4 +1,4 @@
-"""``python -m vllm_hypic.demo``: the real server on the demo model, stock and with this plugin.
+"""``python -m examples.demo``: the real server on the demo model, stock and with this plugin.
 
 Each task is a question over documents that are sent in three orders.  To stock vLLM every order is a new
 prompt; with hypic the first order computes the documents (cold) and later orders reuse them (warm).  The demo
@@ -24,12 +24,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from ..harness import report
-from ..harness.client import Answer, ask
-from ..harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
-from ..harness.serving import Server, ServerError
-from ..primitives.builder import build_messages, build_prompt
-from ..primitives.tokens import PrimitiveTexts
+from vllm_hypic.harness import report
+from vllm_hypic.harness.client import Answer, ask
+from vllm_hypic.harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
+from vllm_hypic.harness.serving import Server, ServerError
+from vllm_hypic.primitives.builder import build_messages, build_prompt
+from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 ORDERS = 3
 WARM_UP_TASKS = 3
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m vllm_hypic.demo", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m examples.demo", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("--tasks", type=int, default=9, help="questions; each is asked in three orders")
     parser.add_argument("--documents", type=int, default=8)

@@ -1,0 +1,1 @@
+"""Programs that use the plugin; ``python -m examples.demo`` runs the demonstration."""

@@ -1,0 +1,1 @@
+"""Demonstrations on real servers: ``python -m examples.demo``, ``python -m examples.demo.parallel``."""
