@@ -88,5 +88,5 @@ def test_refuses_what_it_does_not_emulate(tmp_path: Path) -> None:
     config.write_text(
         config.read_text().replace('"rope_type": "default"', '"rope_type": "linear", "factor": 2.0')
     )
-    with pytest.raises(ValueError, match="plain RoPE"):
+    with pytest.raises(ValueError, match="plain, whole RoPE"):
         Dense(str(folder))
