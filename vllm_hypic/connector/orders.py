@@ -122,9 +122,9 @@ class Outcome:
     route: str = ""
     """Name of the record's tier, or ``nixl`` or ``tcp`` for a record that another instance sent."""
     transition_blocks: int = 0
-    """For an arrived record, the number of transition blocks that it keeps in the pool."""
+    """Number of transition blocks that an arrived record keeps in the pool; 0 for other results."""
     instead: frozenset[SegmentKey] = frozenset()
-    """For a failed fetch, the keys of the order's ``instead`` that the store has."""
+    """Keys of the order's ``instead`` that the store has, if the fetch failed; empty otherwise."""
 
 
 class OrderQueue:

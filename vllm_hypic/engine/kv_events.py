@@ -1,7 +1,7 @@
 """KV events (``--kv-events-config``): routers hear only of the blocks of plain requests.
 
 The tokens of a private request (a composed request's stream, a segment) begin no prompt.  A router that
-mistook such tokens for a prefix would send prompts to an engine that has no block of those prompts.
+took these tokens for a prefix would send prompts to an engine without any block of the prompts.
 """
 
 from __future__ import annotations

@@ -120,8 +120,7 @@ class _HypicMixin(Scheduler):
         self._idle_wait = IdleWait(inbox, watch_arrivals)
 
     def workers_called(self, method: str | Callable[..., Any]) -> bool:
-        """Begin a new generation of records if a worker call may have changed weights; return whether it may.
-        ``patches/engine_calls.py`` calls this method, and tells the workers if the result is true."""
+        """Begin a new generation of records and return true if a worker call may have changed weights."""
         if not may_change_weights(method):
             return False
         name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
@@ -206,8 +205,7 @@ class _HypicMixin(Scheduler):
         )
 
     def _look_for_reasoning(self, request: Request) -> None:
-        """Set ``reasoning_ended`` while the request still has its whole prompt.
-        Grammars of structured output begin behind the model's reasoning, which the prompt may end."""
+        """Set ``reasoning_ended``, behind which grammars begin, while the request has its whole prompt."""
         asked = request.structured_output_request
         if asked is None or asked.reasoning_ended is not None:
             return
@@ -262,8 +260,7 @@ class _HypicMixin(Scheduler):
         if plan.salt is not None:
             salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
         if request.skip_reading_prefix_cache and plan.segments:
-            # vLLM ignores a connector's "not yet" for such requests.  A salt that no other request has keeps
-            # the request out of the prefix cache instead.
+            # vLLM ignores a connector's "not yet" for such requests; an unshared salt keeps its cache out.
             request.skip_reading_prefix_cache = False
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         if salt != request.cache_salt:
@@ -281,8 +278,7 @@ class _HypicMixin(Scheduler):
         self.hypic.hold(request.request_id)
 
     def _finish_ending(self) -> list[tuple[EngineCoreOutput, int]]:
-        """Finish the unrun requests whose records are resident and delivered.
-        Returns pairs of an output and its client's index."""
+        """Finish the unrun requests whose records are delivered; return pairs of output and client index."""
         finished = []
         for request_id, status in list(self._ending.items()):
             request = self.requests.get(request_id)
@@ -457,8 +453,7 @@ def _take_command(request: Request) -> AnyCommand | Failure | None:
 
 
 def _take_found(request: Request) -> tuple[str, dict[str, int]]:
-    """Remove the front end's findings from the request.
-    Returns the mode by which segments were found, and counts of what became of the pieces."""
+    """Remove the front end's findings: the mode that found segments, and counts of the pieces' outcomes."""
     params = request.sampling_params
     extra = {} if params is None else params.extra_args or {}
     if params is None or FOUND not in extra:

@@ -207,7 +207,7 @@ class HypicWorker(WorkerBase):
     def determine_available_memory(self) -> int:
         available = super().determine_available_memory()
         if self.cache_config.kv_cache_memory_bytes is not None:
-            return available  # an explicit KV size is kept; the pool takes memory beside it
+            return available  # an explicit KV size stays; the pool's memory comes on top
         available -= self._scratch_bytes()
         config = config_of(self.vllm_config)
         if config.pool_bytes is not None:

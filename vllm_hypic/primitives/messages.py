@@ -30,7 +30,7 @@ class Message:
     start: int
     stop: int
     leads: bool
-    """The message begins the prompt, and is a system message or a text, which may be cached as it stands."""
+    """Whether the message begins the prompt and may be cached unchanged: a system message or a text."""
     answers: bool
     """The model wrote the message, or must begin its answer with it."""
     asks: bool = False

@@ -28,7 +28,7 @@ PRESETS = {
     "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
     "json-lines": r"(?m)^\s*(?P<segment>\{\".{200,}\}),?\s*$",
 }
-"""Patterns by name.  A group ``segment`` (or ``segment_...``) is a segment as it stands.  Other patterns mark
+"""Patterns by name.  A group ``segment`` (or ``segment_...``) matches a whole segment.  Other patterns mark
 where a piece may begin: at the first group that matches, or behind the match where no group matches.  In the
 latter case, the match is in no piece."""
 

@@ -41,9 +41,9 @@ _ASCII_JSON = JSONEncoder().encode
 
 class Kind(Enum):
     TOOL = "tool"
-    """A piece as it stands; the segmenter joins neighbours that are too short alone."""
+    """A tool: a piece that is never cut; the segmenter joins short neighbours."""
     WHOLE = "whole"
-    """A piece as it stands."""
+    """A piece that is never cut and never joined."""
     TEXT = "text"
     """A message that is one text, cut by patterns."""
 

@@ -113,7 +113,7 @@ class ReceiverMachine:
         elif self._withdrawn.pop(name, now):
             self._end(name, Outcome.WITHDRAWN, "withdrawn by the router before it was expected")
         elif self._stored.pop(name, now):
-            self._stop_expecting(name, now)  # senders that offer the record, too, are told
+            self._stop_expecting(name, now)  # tells the senders that offer the record
             self._end_in_tier(name, now)
         else:
             self._expected[name] = Expected(name, min(limit, self._max_nbytes), reader)

@@ -100,7 +100,7 @@ class Entry:
     """The beginning shared with the record from which the entry was resumed; ``None``: the entry was computed
     from its first token on."""
     lent: int = 0
-    """For a growing entry, the number of first pages, which count for the record that it grew from."""
+    """Number of a growing entry's first pages, which count for the record that the entry grew from."""
 
     @property
     def space(self) -> Space:

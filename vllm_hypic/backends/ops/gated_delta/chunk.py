@@ -32,6 +32,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..decays import exp_
 from .reference import l2_eps
 
 _CHUNK_CPU = 32
@@ -43,10 +44,9 @@ _BLOCK_BYTES_CPU = 8 << 20
 _BLOCK_BYTES_DEVICE = 512 << 20
 """Bytes of the chunk-local tensors held at once: on a CPU, to fit the caches; on a GPU, to fill the GPU."""
 
-_LOG_TINY = -69.0
 _TINY = 1e-30
 _SHRINK_EVERY = 4
-"""Decays below e^-69 and entries of T below 1e-30 (at every fourth step) become 0. Such numbers are invisible
+"""At every fourth step, entries of T below 1e-30 become 0. Such numbers are invisible
 beside states of size O(1), but their products are subnormal, and CPUs multiply subnormal numbers a hundred
 times more slowly."""
 
@@ -211,8 +211,8 @@ class _Inputs:
         flat = n * self.heads
 
         # Above the diagonal the difference is positive: the clamp keeps it from becoming infinite.
-        decay = _exp_((G[..., :, None] - G[..., None, :]).to(self.dtype).clamp_(max=0.0))
-        from_start = _exp_(G.to(self.dtype))[..., None]
+        decay = exp_((G[..., :, None] - G[..., None, :]).to(self.dtype).clamp_(max=0.0))
+        from_start = exp_(G.to(self.dtype))[..., None]
         to_end = decay[..., -1, :, None]
         decay = decay.view(*by_group, C, C)
 
@@ -239,7 +239,7 @@ class _Inputs:
     def _channel_terms(self, block: _Block) -> _Terms:
         """Return the terms for gates per channel; a loop runs over the tokens of all chunks in parallel."""
         C, K, V = block.chunk, self.K, self.V
-        decay = _exp_(block.gather(self.g, self.dtype))
+        decay = exp_(block.gather(self.g, self.dtype))
         flat = decay.shape[0] * self.heads
         decay = decay.view(flat, C, K)
 
@@ -268,11 +268,6 @@ class _Inputs:
 
     def _normalised(self, x: Tensor) -> Tensor:
         return x.mul_(torch.rsqrt(torch.linalg.vecdot(x, x).add_(self.eps))[..., None])
-
-
-def _exp_(x: Tensor) -> Tensor:
-    """Compute e^x for x <= 0 in place; results below e^-69 become 0."""
-    return torch.nn.functional.threshold_(x, _LOG_TINY, float("-inf")).exp_()
 
 
 # ----------------------------------------------------------------------------- packed tokens <-> chunk grid

@@ -44,8 +44,8 @@ def unrotate(
     """Undo the rotation of ``x [n, heads, size]`` by rows ``positions [n]`` int64 of a cos/sin table
     ``[positions, rotary_dim]``.
 
-    Inverts ``[[c, -s], [s, c]]`` as it stands in the table, and so undoes the table's rounding and mscale,
-    too.  Computes in float32, returns ``x.dtype``.  ``table=None`` (NoPE) returns ``x`` itself.
+    Inverts the table's own ``[[c, -s], [s, c]]``, so the result is free of the table's rounding and mscale.
+    Computes in float32, returns ``x.dtype``.  ``table=None`` (NoPE) returns ``x`` itself.
     """
     if table is None:
         return x

@@ -37,7 +37,7 @@ _CHUNK_OVERHEAD = 32
 
 
 class Source(IntEnum):
-    """Source of the context before a run; the number beside it is a batch row or a record's slot."""
+    """Source of the context before a run; a source's index is a batch row or a record's slot."""
 
     ZEROS = 0
     CACHE = 1
