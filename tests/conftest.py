@@ -46,6 +46,16 @@ def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Iterator[None]:
+    """No file of tests sees variables that another file leaves, as vLLM does where it describes an engine."""
+    before = {**os.environ}
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(autouse=True)
 def _log_level() -> Iterator[None]:
     """Commands that run in this process make vLLM's log quiet; servers of later tests must write theirs."""
