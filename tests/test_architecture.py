@@ -1,7 +1,5 @@
 """Who may import whom: the table in CONTRIBUTING.md ("Layers"), read against every import of the code."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +23,8 @@ LAZILY = {
     ("patches", "engine"): "a patch of vLLM calls the engine where vLLM calls the patch",
     ("patches", "backends.linear"): "a patch puts a layer of ours where vLLM's does not run",
     ("engine.activation", "eval.gate.startup"): "an engine that starts looks for its model's sign-off",
-    (
-        "harness.engine_calls",
-        "engine.renderer",
-    ): "called in the engine's process: a chat request",
-    (
-        "harness.engine_calls",
-        "engine.segments",
-    ): "likewise: where segments are found",
+    ("harness.engine_calls", "engine.renderer"): "called in the engine's process: a chat request",
+    ("harness.engine_calls", "engine.segments"): "likewise: where segments are found",
     ("harness.engine_calls", "patches"): "likewise: of a stock engine that does not run without",
     ("harness.engine_calls", "models"): "likewise",
     ("eval.gate.identity", "vllm_hypic"): "the plugin's version",
@@ -56,13 +48,11 @@ class Import:
 
 
 def test_every_import_is_in_the_table() -> None:
-    found = [str(one) for one in violations(modules())]
-    assert not found
+    assert not [str(one) for one in violations(modules())]
 
 
 def test_no_module_imports_itself_by_others() -> None:
-    found = cycle(modules())
-    assert found is None
+    assert cycle(modules()) is None
 
 
 def test_every_exception_is_needed() -> None:
@@ -89,10 +79,7 @@ def test_every_folder_is_in_the_table() -> None:
         ("store.planted", "from vllm_hypic.primitives.keys import SegmentKey"),
         ("store.planted", "from ..config.engine import HypicConfig"),
         ("store.tiers.lmcache_objects", "import torch"),
-        (
-            "config.planted",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..eval import gate",
-        ),
+        ("config.planted", "if TYPE_CHECKING:\n    from ..eval import gate"),
         ("segment_parallel.planted", "def f():\n    import vllm_hypic.connector.build"),
         ("backends.planted", "from ..connector import metadata"),
         ("backends.ops.planted", "from vllm import config"),
@@ -168,14 +155,10 @@ def violations(code: Mapping[str, Module]) -> list[Import]:
 
 def allowed(one: Import, table: Mapping[str, frozenset[str]]) -> bool:
     module, target = name_of(one.module), name_of(one.target)
-    if target.split(".")[0] in HEAVY and one.for_types:
-        return True
-    if one.in_function and excepted(one):
+    if (target.split(".")[0] in HEAVY and one.for_types) or (one.in_function and excepted(one)):
         return True
     row = max((folder for folder in table if within(module, folder)), key=len, default=None)
-    if row is None:
-        return False
-    return within(target, row) or any(within(target, folder) for folder in table[row])
+    return row is not None and any(within(target, folder) for folder in (row, *table[row]))
 
 
 def excepted(one: Import) -> bool:
@@ -215,10 +198,13 @@ def imports(code: Mapping[str, Module]) -> Iterator[Import]:
                     yield Import(name, target, node.lineno, in_function, for_types)
 
 
+Statement = ast.Import | ast.ImportFrom
+
+
 def statements(
     node: ast.AST, in_function: bool = False, for_types: bool = False
-) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
-    if isinstance(node, ast.Import | ast.ImportFrom):
+) -> Iterator[tuple[Statement, bool, bool]]:
+    if isinstance(node, Statement):
         yield node, in_function, for_types
     in_function = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -231,9 +217,7 @@ def statements(
         yield from statements(child, in_function, for_types)
 
 
-def targets(
-    node: ast.Import | ast.ImportFrom, name: str, is_package: bool, code: Mapping[str, Module]
-) -> list[str]:
+def targets(node: Statement, name: str, is_package: bool, code: Mapping[str, Module]) -> list[str]:
     """Full names of the modules that a statement in module ``name`` imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]

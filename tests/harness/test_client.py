@@ -1,7 +1,5 @@
 """The client of the completion routes: what it reads, and what it does not take for an answer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,9 +1,12 @@
-"""Commands from end to end on real engines, tiny ones; what they measure is not looked at."""
+"""Commands from end to end on real engines, tiny ones, and answers that are given to them.
+
+What commands measure is not looked at.
+"""
 
 import json
 import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from oracle.fla_models import save_fla_model
 
 from benchmarks.__main__ import main
 from vllm_hypic.harness import engine_calls, random_models
-from vllm_hypic.harness.engine_calls import Ask
+from vllm_hypic.harness.engine_calls import FORCING, Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
+from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.random_kimi import save_kimi_model
 from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.harness.settings import EngineSettings
@@ -119,12 +124,21 @@ def test_seam(tmp_path: Path) -> None:
     assert rows["stock vLLM, chunks of 256"]["fidelity"]["kl"] < 0.01
 
 
-def settings(**options: Any) -> EngineSettings:
-    return EngineSettings(random_model("tiny"), threads=1, eager=True, kv_gib=0.25, **options)
+def settings(model: Path | None = None) -> EngineSettings:
+    return EngineSettings(model or random_model("tiny"), threads=1, eager=True, kv_gib=0.25)
 
 
 def die(llm: Any) -> None:
     os._exit(3)
+
+
+def use_until_it_dies(engine: Engine) -> None:
+    with running(engine):
+        with pytest.raises(EngineError, match="the hypic engine failed in generate"):
+            engine.ask(Ask([5] * 40_000))  # longer than the context
+        assert engine.ask(Ask([5] * 20)).prompt_tokens == 20  # it lives on
+        assert engine.call(engine_calls.hypic_calls) == {}
+        engine.call(die)
 
 
 def test_engines_that_fail_say_so() -> None:
@@ -132,21 +146,23 @@ def test_engines_that_fail_say_so() -> None:
     broken = Engine(settings(), 256, hypic=False, max_num_seqs=-1)
     with pytest.raises(EngineError, match="the stock engine failed in start"), running(broken):
         pass
-    assert not broken._process.is_alive()
-
     engine = Engine(settings(), 256, hypic=True)
     with pytest.raises(EngineError, match=r"died \(exit code 3\)"):
-        _use_until_it_dies(engine)
-    assert not engine._process.is_alive()
+        use_until_it_dies(engine)
     for one in (broken, engine):
+        assert not one._process.is_alive()
         assert one.log.exists()  # what went wrong can be read
         one.log.unlink()
 
 
-LAYERS = ["linear_attention", "full_attention"]
+def stock(model: Path, **more: Any) -> dict[str, Any]:
+    """Has a stock engine read a long prompt; returns how it describes itself."""
+    with running(engine := Engine(settings(model), 1024, hypic=False, **more)):
+        assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
+        return dict(engine.described)
+
+
 GRANITE = SIZES["150m-mamba2"].shape["fields"]
-
-
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
 JAMBA |= {"num_attention_heads": 12, "num_key_value_heads": 4}
 MENDED = [("GraniteMoeHybrid", GRANITE | {"layer_types": GRANITE["layer_types"][:4]}), ("Jamba", JAMBA)]
@@ -159,45 +175,71 @@ def test_stock_engines_are_mended(name: str, fields: dict[str, Any], tmp_path: P
     at the first prompt."""
     small = {"num_hidden_layers": 4, "hidden_size": 768, "intermediate_size": 768, "vocab_size": 512}
     model = random_models.save_text_model(tmp_path, name=name, fields=fields | small)
-    assert _use_stock(model)["prefix_caching"]
+    assert stock(model)["prefix_caching"]
 
 
-LACKING = {
-    "olmo-hybrid": partial(save_olmo_model, layer_types=LAYERS),
-    "kimi-linear": partial(save_kimi_model, layer_types=LAYERS),
-    "ring-2.5": partial(save_ring_model, layers=2),
-    "ring-linear": partial(save_ring_model, layers=2, kv_heads=2),
-    "delta-net": partial(save_fla_model, layers=2),
+LAYERS = ["linear_attention", "full_attention"]
+LACKING: dict[str, tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]] = {
+    "olmo-hybrid": (save_olmo_model, {"layer_types": LAYERS}, {}),
+    "kimi-linear": (save_kimi_model, {"layer_types": LAYERS}, {}),
+    "ring-2.5": (save_ring_model, {"layers": 2}, {}),
+    "ring-linear": (save_ring_model, {"layers": 2, "kv_heads": 2}, {}),
+    "delta-net": (save_fla_model, {"layers": 2}, {}),
+    # vLLM chooses kernels of latents for bfloat16 alone where the CPU has AMX.
+    "latents-in-float32": (save_mla_model, {}, {"dtype": "float32"}),
+    "ring-2.5-in-float32": (save_ring_model, {"layers": 2}, {"dtype": "float32"}),
 }
-IN_FLOAT32: dict[str, Callable[..., Path]] = {"all": save_mla_model, "hybrid": LACKING["ring-2.5"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LACKING)
 def test_stock_engines_have_what_vllm_lacks(name: str, tmp_path: Path) -> None:
     """No recurrence of these models' linear layers on CPU, nor of all a model class."""
-    _use_stock(LACKING[name](tmp_path))
+    save, fields, more = LACKING[name]
+    stock(save(tmp_path, **fields), **more)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_stock_engines_take_latents_in_float32(name: str, tmp_path: Path) -> None:
-    """vLLM chooses kernels for bfloat16 alone where the CPU has AMX."""
-    _use_stock(IN_FLOAT32[name](tmp_path), dtype="float32")
+FORCED = (40, 7, 7, 123, 300)
 
 
-def _use_stock(model: Path, **more: Any) -> dict[str, Any]:
-    """Has a stock engine read a long prompt; returns how it describes itself."""
-    settings = EngineSettings(model, threads=1, eager=True, kv_gib=0.25)
-    with running(engine := Engine(settings, 1024, hypic=False, **more)):
-        assert engine.ask(Ask([5 + i % 400 for i in range(1000)])).prompt_tokens == 1000
-        return dict(engine.described)
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    found = Engine(settings(EXAMPLE / "model"), 1024, hypic=True, logits_processors=[FORCING])
+    with running(found):
+        yield found
 
 
-def _use_until_it_dies(engine: Engine) -> None:
-    with running(engine):
-        with pytest.raises(EngineError, match="the hypic engine failed in generate"):
-            engine.ask(Ask([5] * 40_000))  # longer than the context
-        assert engine.ask(Ask([5] * 20)).prompt_tokens == 20  # it lives on
-        assert engine.call(engine_calls.hypic_calls) == {}
-        engine.call(die)
+@pytest.fixture(scope="module")
+def prompt(engine: Engine) -> Prompt:
+    return Writer(engine.vocabulary, 3).prompt(3, 64, head=40, question=9)
+
+
+def test_every_token_is_as_likely_as_if_it_were_asked_for_alone(engine: Engine, prompt: Prompt) -> None:
+    for tokens in (prompt.plain(), prompt.marked(engine.separator)):
+        found = engine.ask(Ask(tokens, forced=FORCED))
+        assert found.tokens == FORCED
+        for i, token in enumerate(FORCED):
+            alone = engine.ask(Ask([*tokens, *FORCED[:i]], logprobs_of=[token]))
+            # One token at a time is summed in another order than a prompt, and bf16 is coarse at such logits.
+            assert found.forced[i] == pytest.approx(alone.logprobs[token], abs=0.3)
+        steps = [abs(a - b) for a, b in pairwise(found.forced)]
+        assert max(steps) > 1, "the tolerance tells one place from the next"
+
+
+def test_what_the_model_says_itself_is_told_bit_for_bit(engine: Engine, prompt: Prompt) -> None:
+    """Others in the batch are left alone, and tokens that are compared are still reported."""
+    tokens = prompt.marked(engine.separator)
+    own = engine.ask(Ask(tokens, max_tokens=3))
+    again = engine.ask(Ask(tokens, forced=own.tokens, logprobs_of=[5, 6]))
+    assert again.tokens == own.tokens
+    assert again.forced[0] == own.logprobs[own.tokens[0]]
+    assert {5, 6} <= again.logprobs.keys()
+    assert engine.ask(Ask(tokens, max_tokens=3)).tokens == own.tokens
+
+
+def test_an_engine_that_cannot_force_says_so(prompt: Prompt) -> None:
+    with (
+        pytest.raises(EngineError, match="without FORCING"),
+        running(found := Engine(settings(EXAMPLE / "model"), 1024, hypic=False)),
+    ):
+        found.ask(Ask(prompt.plain(), forced=FORCED))

@@ -1,7 +1,5 @@
 """The pretrained model: where it is looked for, what is said where it is not, and how it gets there."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run started ends with it, whether it listens to signals or not; its ports are its own."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

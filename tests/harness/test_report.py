@@ -87,8 +87,7 @@ def test_plots(tmp_path: Path) -> None:
 
     line = Line("a", [1, 2], [3, 4], [2, 3], [5, 6])
     plot_lines(tmp_path / "lines.png", [Axes("t", "x", "y", [line], log_y=True, horizontal={"limit": 3})])
-    plot_bars(
-        tmp_path / "bars.png", {"a": {"x": 1, "y": 2}, "b": {"x": 3}}, title="t", label="MiB", stacked=True
-    )
+    bars = {"a": {"x": 1, "y": 2}, "b": {"x": 3}}
+    plot_bars(tmp_path / "bars.png", bars, title="t", label="MiB", stacked=True)
     for path in tmp_path.iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")

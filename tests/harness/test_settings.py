@@ -29,8 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_every_command_has_help() -> None:
     for name in main.commands:
-        result = CliRunner().invoke(main, [name, "--help"])
-        assert result.exit_code == 0, name
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0, name
 
 
 @pytest.mark.parametrize(
@@ -66,17 +65,12 @@ def test_bad_options(arguments: list[str], message: str) -> None:
         (
             "ttft",
             ["--segments", "4", "--tokens", "1024"],
-            [
-                "short has a context of 2048 tokens, but this command needs 4224",
-                "fewer or shorter segments",
-            ],
+            ["short has a context of 2048 tokens, but this command needs 4224", "fewer or shorter segments"],
         ),
     ],
 )
-def test_options_that_do_not_fit(
-    model: Path, command: str, arguments: list[str], messages: list[str]
-) -> None:
-    """Each other, or the model."""
+def test_what_does_not_fit(model: Path, command: str, arguments: list[str], messages: list[str]) -> None:
+    """Options and each other, or the model."""
     told = refused(command, "--model", str(model), *arguments)
     assert all(message in told for message in messages), told
 
