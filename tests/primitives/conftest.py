@@ -1,7 +1,5 @@
 """Tokenizers of every kind that matters for cutting text, trained here on a few lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,9 +36,8 @@ def _byte_level(pre_tokenizer: pre_tokenizers.PreTokenizer) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", *CHAT_TOKENS]
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    known = {"special_tokens": special, "initial_alphabet": alphabet}
+    trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False, **known)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -75,9 +72,8 @@ def _sentencepiece(
     pieces = [p for p in model["vocab"] if p.isascii() or "▁" in p]
     merges = [tuple(m) for m in model["merges"] if m[0] + m[1] in pieces and set(m) <= set(pieces)]
     vocab = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", *BYTES, *pieces])}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    pieces = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(pieces)
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.Sequence(
@@ -85,9 +81,8 @@ def _sentencepiece(
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", *CHAT_TOKENS])
     template = f"{'<s> ' if bos else ''}$A{' </s>' if eos else ''}"
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
+    ends = [("<s>", 1), ("</s>", 2)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     return tokenizer
 
 
@@ -104,9 +99,8 @@ def llama_metaspace(prepend_scheme: str, **specials: bool) -> Tokenizer:
 def llama3() -> Tokenizer:
     tokenizer = gpt2(add_prefix_space=False)
     tokenizer.add_special_tokens(["<s>"])
-    bos = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
-    )
+    begin = [("<s>", tokenizer.token_to_id("<s>"))]
+    bos = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), bos])
     return tokenizer
 
@@ -119,16 +113,15 @@ def bert() -> Tokenizer:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *CHAT_TOKENS]
     trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
+    forms = {"single": "[CLS] $A [SEP]", "pair": "[CLS] $A [SEP] $B:1 [SEP]:1"}
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing(**forms, special_tokens=ends)
     return tokenizer
 
 
 END = {"eos_token": "<|endoftext|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+T5 = {"eos_token": "</s>", "unk_token": "<unk>"}
 BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
 KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, str]]] = {
     "gpt2": (lambda: gpt2(False), END),
@@ -140,10 +133,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, str]]] = {
     "metaspace-first": (lambda: llama_metaspace("first"), LLAMA),
     "metaspace-always": (lambda: llama_metaspace("always"), LLAMA),
     "metaspace-never": (lambda: llama_metaspace("never"), LLAMA),
-    "t5": (
-        lambda: llama_metaspace("always", bos=False, eos=True),
-        {"eos_token": "</s>", "unk_token": "<unk>"},
-    ),
+    "t5": (lambda: llama_metaspace("always", bos=False, eos=True), T5),
     "bert": (bert, BERT),
 }
 MODEL_CONFIG = {

@@ -1,7 +1,5 @@
 """Where records have checkpoints, and what their keys tell apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from itertools import combinations
@@ -150,10 +148,8 @@ def test_long_segments_are_planned_soon() -> None:
 
 def test_a_page_of_a_prefix_tells_the_token_behind_it() -> None:
     def pages(tokens: list[int], reads_successors: bool) -> list[SegmentKey]:
-        limits = dataclasses.replace(ROOM, page_tokens=16)
-        plan = build_prefix_plan(
-            tokens, METHOD, SPACE, limits, least_tokens=1, reads_successors=reads_successors
-        )
+        options = {"least_tokens": 1, "reads_successors": reads_successors}
+        plan = build_prefix_plan(tokens, METHOD, SPACE, dataclasses.replace(ROOM, page_tokens=16), **options)
         assert plan is not None
         [segment] = plan.segments
         return [*keys(segment), segment.key]

@@ -1,7 +1,5 @@
 """The choice of islands against BM25 as the textbook has it, and windows of segments with their words."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from vllm_hypic.primitives.islands import DOCUMENT_WEIGHT, choose_islands, scores_of
-from vllm_hypic.primitives.token_texts import TokenTexts
+from vllm_hypic.primitives.token_texts import REPLACEMENT, TokenTexts
 from vllm_hypic.primitives.windows import (
     MAX_WINDOW,
     MIN_WINDOW,
@@ -111,19 +109,12 @@ def test_a_wrong_constant_would_show(wrong):
 
 @given(INTERIORS, QUERY, BUDGET)
 def test_the_best_windows_that_fit_are_chosen(interiors, query, budget):
+    """Their ranges are in order, and neighbours are one range."""
     chosen = choose_islands(interiors, query, budget, Words(texts))
     expected = greedy(interiors, scores_in(interiors, query), budget)
     assert [{i for first, stop in ranges for i in range(first, stop)} for ranges in chosen] == expected
-
-
-@given(INTERIORS, QUERY, BUDGET)
-def test_ranges_are_disjoint_ascending_and_within_segment_and_budget(interiors, query, budget):
-    chosen = choose_islands(interiors, query, budget, Words(texts))
-    assert len(chosen) == len(interiors)
-    assert sum(stop - first for ranges in chosen for first, stop in ranges) <= budget
-    for ranges, tokens in zip(chosen, interiors, strict=True):
-        assert all(0 <= first < stop <= len(tokens) for first, stop in ranges)
-        assert all(left[1] < right[0] for left, right in pairwise(ranges))
+    assert all(first < stop for ranges in chosen for first, stop in ranges)
+    assert all(left[1] < right[0] for ranges in chosen for left, right in pairwise(ranges))
 
 
 @given(st.lists(st.tuples(INTERIORS, QUERY, BUDGET), min_size=2, max_size=6), st.integers(0, 4))
@@ -132,14 +123,6 @@ def test_what_is_kept_changes_nothing(prompts, kept):
     for interiors, query, budget in [*prompts, *prompts[:2]]:
         fresh = choose_islands(interiors, query, budget, Words(texts))
         assert choose_islands(interiors, query, budget, used) == fresh
-
-
-@given(INTERIORS, QUERY, BUDGET)
-def test_nothing_of_a_segment_without_a_word_of_the_query(interiors, query, budget):
-    asked = set(re.findall(r"\w+", "".join(texts(query))))
-    chosen = choose_islands(interiors, query, budget, Words(texts))
-    for ranges, bags in zip(chosen, bags_of(interiors), strict=True):
-        assert not ranges or asked & {word for bag in bags for word in bag}
 
 
 def test_a_window_counts_more_in_a_document_that_the_query_is_about():
@@ -175,8 +158,6 @@ def test_no_budget_no_query_and_no_segments_choose_nothing():
         choose_islands([(1,) * 40], (1,), -1, words)
 
 
-# -- texts -----------------------------------------------------------------------------------------
-
 BPE = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
 BPE.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
 ASK = "Answer with the number only.<|im_end|>\n<|im_start|>assistant\n"
@@ -198,12 +179,10 @@ def chosen_text(documents: list[str], query: str, budget: int) -> list[str]:
     return ["".join(BPE.decode(t[a:b]) for a, b in r) for t, r in zip(interiors, chosen, strict=True)]
 
 
-@pytest.mark.parametrize("place", range(4), ids=["Paris", "Oslo", "Tokyo", "Wien"])
+@pytest.mark.parametrize("place", PLACES, ids=["Paris", "Oslo", "Tokyo", "Wien"])
 def test_the_sentence_that_is_asked_for_is_chosen_among_like_ones(place):
-    texts = chosen_text(
-        DOCUMENTS, f"What is the access code of the {PLACES[place]} office? {ASK}", MAX_WINDOW
-    )
-    assert f"{PLACES[place]} office is" in texts[place]
+    texts = chosen_text(DOCUMENTS, f"What is the access code of the {place} office? {ASK}", MAX_WINDOW)
+    assert f"{place} office is" in texts[PLACES.index(place)]
 
 
 def test_a_question_in_another_language_chooses_nothing():
@@ -247,23 +226,17 @@ print(json.dumps(choose_islands([tuple(i) for i in interiors], tuple(query), bud
 
 def test_every_process_chooses_the_same():
     """Whatever the seed of its hashes: sets and dictionaries of words have another order in each."""
-    interiors = [[(i * i + j * i // 7) % 12 for i in range(300)] for j in range(4)]
+    interiors = [tuple((i * i + j * i // 7) % 12 for i in range(300)) for j in range(4)]
+    here = choose_islands(interiors, tuple(range(12)), 300, Words(texts))
+    assert any(here)
     prompt = json.dumps([VOCABULARY, interiors, list(range(12)), 300])
-    found = set()
     for seed in ("0", "1", "77"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        run = subprocess.run(
-            [sys.executable, "-c", PROGRAM], input=prompt, env=env, capture_output=True, text=True, check=True
-        )
-        found.add(run.stdout)
-    here = choose_islands([tuple(i) for i in interiors], tuple(range(12)), 300, Words(texts))
-    assert found == {json.dumps(here) + "\n"} and any(here)
+        options: dict = {"input": prompt, "env": os.environ | {"PYTHONHASHSEED": seed}, "text": True}
+        assert subprocess.check_output([sys.executable, "-c", PROGRAM], **options) == f"{json.dumps(here)}\n"
 
 
 WORD, LINE = " word", "\n"
-PIECES = st.sampled_from(
-    [WORD, "s", ".", " A", LINE, "\n\n", "。", "", "東", "!", '."', "\N{REPLACEMENT CHARACTER}"]
-)
+PIECES = st.sampled_from([WORD, "s", ".", " A", LINE, "\n\n", "。", "", "東", "!", '."', REPLACEMENT])
 SOME_TEXTS = st.lists(st.tuples(PIECES, st.integers(1, 40)), max_size=12).map(
     lambda runs: [text for text, times in runs for _ in range(times)]
 )
@@ -277,14 +250,11 @@ def first_window(texts: list[str]) -> int:
 def test_windows_cover_the_segment_in_order_and_have_their_length(texts):
     windows = windows_of(texts)
     assert [i for first, stop in windows for i in range(first, stop)] == list(range(len(texts)))
-    text = "".join(texts)
     for first, stop in windows:
         assert min(SHORT_WINDOW, len(texts)) <= stop - first <= MAX_WINDOW
         if stop - first < min(MIN_WINDOW, len(texts)):
             before, behind = "".join(texts[:stop]), "".join(texts[stop:])
-            assert text == before + behind and (
-                before.rstrip('"\n')[-1:] in ".!。" or "\n" in before[-1:] + behind[:1]
-            )
+            assert before.rstrip('"\n')[-1:] in ".!。" or "\n" in before[-1:] + behind[:1]
     assert not windows or windows[-1][1] - windows[-1][0] >= min(MIN_WINDOW, len(texts))
 
 

@@ -1,8 +1,7 @@
 """Each mode leaves the end of a chat in the stream: the user's last message and all later messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -48,26 +47,24 @@ def placed(asked: Asked, said: Sequence[Mapping[str, Any]], rendered: str, token
 TEXTS = st.one_of(
     st.sampled_from(["", "Why?", '{"city": "Paris"}', "naïve 東京 \U0001f44d", "<|hypic|>", "user\n"]),
     st.builds(prose, st.integers(0, 99), st.sampled_from([15, 45, 90, 400])),
-    st.builds(
-        lambda seeds: "\n\n".join(prose(seed, 50) for seed in seeds),
-        st.lists(st.integers(0, 99), min_size=2, max_size=5),
-    ),
+    st.lists(st.builds(prose, st.integers(0, 99), st.just(50)), min_size=2, max_size=5).map("\n\n".join),
 )
 CONTENTS = st.one_of(TEXTS, st.lists(TEXTS, min_size=1, max_size=4).map(lambda texts: parts(*texts)))
-MARKED = CONTENTS.map(
-    lambda c: c if isinstance(c, str) else [*c[:-1], {**c[-1], "cache_control": {"type": "ephemeral"}}]
-)
-STEPS = st.tuples(TEXTS.map(lambda t: turn("assistant", t)), CONTENTS.map(lambda c: turn("tool", c))).map(
-    list
-)
-TURNS = st.tuples(MARKED.map(lambda c: turn("user", c)), st.lists(STEPS, max_size=3)).map(
-    lambda t: [t[0], *(message for step in t[1] for message in step)]
-)
+MARK = {"cache_control": {"type": "ephemeral"}}
+MARKED = CONTENTS.map(lambda c: c if isinstance(c, str) else [*c[:-1], c[-1] | MARK])
+
+
+def turns(role: str, contents: Any) -> Any:
+    return contents.map(lambda content: turn(role, content))
+
+
+STEPS = st.tuples(turns("assistant", TEXTS), turns("tool", CONTENTS))
+TURNS = st.tuples(turns("user", MARKED), st.lists(STEPS, max_size=3)).map(lambda t: [t[0], *chain(*t[1])])
 CHATS = st.tuples(
-    st.lists(TEXTS.map(lambda t: turn("system", t)), max_size=1),
+    st.lists(turns("system", TEXTS), max_size=1),
     st.lists(TURNS, min_size=1, max_size=3),
-    st.lists(TEXTS.map(lambda t: turn("assistant", t)), max_size=1),
-).map(lambda t: [*t[0], *(message for said in t[1] for message in said), *t[2]])
+    st.lists(turns("assistant", TEXTS), max_size=1),
+).map(lambda t: [*t[0], *chain(*t[1]), *t[2]])
 """Chats as clients send them: answers, calls and results of tools, begun answers."""
 
 

@@ -1,7 +1,5 @@
 """Tokens -> plan: what is cached, what is computed, where everything stands."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from itertools import product
@@ -26,49 +24,26 @@ ROOM = PoolLimits(pages=1000, slots=100, page_tokens=16, max_request_tokens=4096
 
 
 def plan_of(
-    tokens: list[int],
-    link: str = "hypic",
-    seam: int = 2,
-    *,
-    limits: PoolLimits = ROOM,
-    min_segment_tokens: int = 1,
-    namespace: Namespace = SPACE,
-    context: str = "none",
-    islands: str = "none",
-    text: tuple[int, ...] = TEXT,
-    reads_successors: bool = False,
-    checkpoint_tokens: int = 0,
-    media: Sequence[Medium] = (),
+    tokens: list[int], link: str = "hypic", seam: int = 2, *, media: Sequence[Medium] = (), **options: Any
 ) -> PromptPlan:
-    return build_plan(
-        parse_prompt(tokens, IDS, tuple(media)),
-        parse_link(link, seam, context, islands),
-        namespace,
-        limits,
-        min_segment_tokens=min_segment_tokens,
-        context=text,
-        choose_islands=asked_for,
-        reads_successors=reads_successors,
-        checkpoint_tokens=checkpoint_tokens,
-    )
+    """``options``: of the link, the pool, and of :func:`build_plan`, whose ``context`` is ``text`` here."""
+    method = parse_link(link, seam, options.pop("context", "none"), options.pop("islands", "none"))
+    where = options.pop("namespace", SPACE), options.pop("limits", ROOM)
+    usual = {"min_segment_tokens": 1, "context": options.pop("text", TEXT), "choose_islands": asked_for}
+    return build_plan(parse_prompt(tokens, IDS, tuple(media)), method, *where, **usual | options)
 
 
 def asked_for(
     interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int
 ) -> list[tuple[tuple[int, int], ...]]:
     """Runs of the query's tokens, first come first served."""
-    found: list[tuple[tuple[int, int], ...]] = []
+    found = []
     for interior in interiors:
-        ranges: list[tuple[int, int]] = []
-        for i, token in enumerate(interior):
-            if token not in query or not budget:
-                continue
-            budget -= 1
-            if ranges and ranges[-1][1] == i:
-                ranges[-1] = ranges[-1][0], i + 1
-            else:
-                ranges.append((i, i + 1))
-        found.append(tuple(ranges))
+        asked = [i for i, token in enumerate(interior) if token in query][:budget]
+        budget -= len(asked)
+        begins = [i for i in asked if i - 1 not in asked]
+        ends = [i + 1 for i in asked if i + 1 not in asked]
+        found.append(tuple(zip(begins, ends, strict=True)))
     return found
 
 
@@ -86,11 +61,7 @@ def test_stream_of_two_documents_and_a_query() -> None:
     assert [s.role for s in plan.segments] == [Role.LEADING, Role.INTERIOR, Role.INTERIOR]
     assert [(s.head, s.tail) for s in plan.segments] == [(0, 0), (2, 2), (2, 2)]
     assert [s.start for s in plan.segments] == [0, 5, 13]
-    assert (
-        lead.tokens == tuple(run(0, 5))
-        and one.tokens == tuple(run(10, 8))
-        and two.tokens == tuple(run(20, 7))
-    )
+    assert [list(s.tokens) for s in (lead, one, two)] == [run(0, 5), run(10, 8), run(20, 7)]
     assert one.public_offsets() == [2, 3, 4, 5]
     assert plan.n_logical == 23 and [s.columns for s in plan.segments] == [5, 4, 3]
     assert not plan.warm_only and plan.salt is not None
@@ -120,9 +91,8 @@ def test_streams_and_segments(
     assert (list(plan.stream), plan.positions) == (tokens_of(stream), tuple(positions))
     assert [list(s.tokens) for s in plan.segments] == [tokens_of(segment) for segment in segments]
     assert all(s.role is Role.INTERIOR for s in plan.segments) and not plan.warm_only
-    assert (plan.salt is None) == (list(positions) == [*range(len(stream))] and not segments), (
-        "an ordinary prompt's"
-    )
+    is_ordinary = list(positions) == [*range(len(stream))] and not segments
+    assert (plan.salt is None) == is_ordinary
 
 
 def test_same_document_twice_is_one_record_at_two_places() -> None:
@@ -194,9 +164,7 @@ def test_segment_longer_than_a_request_may_be_is_computed_in_the_stream() -> Non
         ("full", (*range(10), 99), None),
     ],
 )
-def test_link_methods_differ_in_what_they_recompute(
-    link: str, stream: tuple[int, ...], dummies: int | None
-) -> None:
+def test_links_differ_in_what_they_recompute(link: str, stream: tuple[int, ...], dummies: int | None) -> None:
     plan = plan_of([SEP, *run(0, 10), SEP, 99], link)
     assert plan.stream == stream
     assert [s.dummies for s in plan.segments] == ([] if dummies is None else [dummies])
@@ -284,17 +252,11 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
         context = islands = "none"
     tokens = [t for i, piece in enumerate(pieces) for t in ([SEP] if i else []) + piece]
     limits = dataclasses.replace(ROOM, slots=slots)
-    logical: dict[int, int] = {}
-    position = 0
-    for token in tokens:
-        if token not in (SEP, PDEP):
-            if token != PAD:
-                logical[position] = token
-            position += 1
+    placed = [token for token in tokens if token not in (SEP, PDEP)]
+    logical = {position: token for position, token in enumerate(placed) if token != PAD}
+    options: dict[str, Any] = {"limits": limits, "min_segment_tokens": minimum}
     try:
-        plan = plan_of(
-            tokens, link, seam, limits=limits, min_segment_tokens=minimum, context=context, islands=islands
-        )
+        plan = plan_of(tokens, link, seam, context=context, islands=islands, **options)
     except PromptError:
         assert not logical
         return
@@ -304,7 +266,7 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
         found += [(s.start + o, t) for o, t in zip(s.public_offsets(), read, strict=True)]
         assert s.columns >= minimum and s.reused == len(read)
     assert sorted(found) == sorted(logical.items())
-    assert plan.n_logical == position
+    assert plan.n_logical == len(placed)
     assert list(plan.positions) == sorted(plan.positions), "the stream is in logical order"
     assert len({s.key for s in plan.records}) <= slots
     assert all(s.context is None or s.context in plan.records for s in plan.segments)
@@ -417,9 +379,8 @@ def test_a_fixed_context_is_the_same_behind_every_leading_segment() -> None:
     two = plan_of([*run(1, 9), SEP, *OTHER, SEP, *DOCUMENT, SEP, 7], context="text")
     assert one.segments[1].key == two.segments[2].key != plan_of([SEP, *DOCUMENT, SEP, 7]).segments[0].key
     (context,) = one.contexts
-    assert (
-        context.tokens == TEXT and one.segments[1].context == context and one.segments[1].before == len(TEXT)
-    )
+    assert context.tokens == TEXT
+    assert (one.segments[1].context, one.segments[1].before) == (context, len(TEXT))
     assert one.segments[0] == plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7]).segments[0]
     changed = plan_of([*run(0, 5), SEP, *DOCUMENT, SEP, 7], context="text", text=(*TEXT, 1))
     assert changed.segments[1].key != one.segments[1].key

@@ -1,7 +1,5 @@
 """Link methods, per-request options, and the identity of records."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -23,6 +21,7 @@ from vllm_hypic.primitives.policies import (
 
 HYBRID = ModelTraits(has_linear=True, has_attention=True)
 ATTENTION = ModelTraits(has_linear=False, has_attention=True)
+WIDEST = f"epic-{MAX_SEAM_TOKENS}"
 
 
 @pytest.mark.parametrize(
@@ -35,6 +34,7 @@ ATTENTION = ModelTraits(has_linear=False, has_attention=True)
         ("full", LinkMethod("full", reuse=False)),
         ("epic-0", LinkMethod("epic-0", dummies=4)),
         ("epic-16", LinkMethod("epic-16", head=16)),
+        (WIDEST, LinkMethod(WIDEST, head=MAX_SEAM_TOKENS)),
         ("seam-12-3", LinkMethod("seam-12-3", head=12, tail=3)),
         ("seam-4-0+16", LinkMethod("seam-4-0+16", head=4, anchor=16)),
     ],
@@ -82,10 +82,6 @@ def test_what_is_no_method_is_refused(arguments: tuple[Any, ...], said: str) -> 
     assert arguments[0] not in UNKNOWN or str(caught.value).startswith("hypic_link=")
 
 
-def test_the_widest_head() -> None:
-    assert parse_link(f"epic-{MAX_SEAM_TOKENS}", 8).head == MAX_SEAM_TOKENS
-
-
 def test_contexts_and_islands_belong_to_the_method() -> None:
     method = parse_link("hypic", 8, "text", "query-10")
     assert (method.context, method.islands) == ("text", Islands("query", 10))
@@ -118,47 +114,43 @@ def test_methods_that_a_model_cannot_honour_name_the_reason_and_a_way_out() -> N
         assert reason and "has none" in reason and "Use 'hypic' or 'block'" in reason
 
 
-class TestRequestOptions:
-    def of(self, extra: Any) -> LinkMethod:
-        return link_of_request(extra, LinkDefaults("hypic", 8))
+def of_request(extra: Any) -> LinkMethod:
+    return link_of_request(extra, LinkDefaults("hypic", 8))
 
-    def test_defaults(self) -> None:
-        assert self.of(None) == self.of({}) == self.of({"other_plugin": 1}) == parse_link("hypic", 8)
 
-    def test_choices(self) -> None:
-        assert self.of({"hypic_link": "block"}) == parse_link("block", 8)
-        assert self.of({"hypic_seam_tokens": 3}) == parse_link("hypic", 3)
-        assert self.of({"hypic_seam_tokens": 16.0}) == parse_link("hypic", 16), "JSON clients send floats"
+def test_options_of_a_request() -> None:
+    assert of_request(None) == of_request({}) == of_request({"other_plugin": 1}) == parse_link("hypic", 8)
+    assert of_request({"hypic_link": "block"}) == parse_link("block", 8)
+    assert of_request({"hypic_seam_tokens": 3}) == parse_link("hypic", 3)
+    assert of_request({"hypic_seam_tokens": 16.0}) == parse_link("hypic", 16), "JSON clients send floats"
 
-    def test_context_and_islands_go_with_the_link_they_were_chosen_for(self) -> None:
-        def of(**extra: Any) -> LinkMethod:
-            return link_of_request(extra, LinkDefaults("hypic", 8, "text", "query-15"))
 
-        assert of() == of(hypic_link="hypic") == parse_link("hypic", 8, "text", "query-15")
-        assert of(hypic_seam_tokens=0) == parse_link("hypic", 0, "text", "query-15")
-        assert of(hypic_link="block") == parse_link("block", 8)
-        assert of(hypic_link="epic-0") == parse_link("epic-0", 8), "would be refused behind a context"
-        assert of(hypic_link="block", hypic_islands="query-5") == parse_link("block", 8, "none", "query-5")
-        assert of(hypic_context="none") == parse_link("hypic", 8, "none", "query-15")
+def test_context_and_islands_go_with_the_link_they_were_chosen_for() -> None:
+    def of(**extra: Any) -> LinkMethod:
+        return link_of_request(extra, LinkDefaults("hypic", 8, "text", "query-15"))
 
-    @pytest.mark.parametrize(
-        ("extra", "message"),
-        [
-            (
-                {"hypic_seams": 3},
-                "unknown request option 'hypic_seams': expected one of hypic_link, hypic_seam_tokens",
-            ),
-            ({"hypic_link": "fast"}, "hypic_link='fast'"),
-            ({"hypic_seam_tokens": -3}, "hypic_seam_tokens=-3"),
-            ({"hypic_seam_tokens": 2.5}, "hypic_seam_tokens=2.5: expected an integer"),
-            ({"hypic_seam_tokens": float("nan")}, "expected an integer"),
-            ({"hypic_seam_tokens": float("inf")}, "expected an integer"),
-        ],
-    )
-    def test_mistakes(self, extra: dict[str, Any], message: str) -> None:
-        with pytest.raises(LinkError) as caught:
-            self.of(extra)
-        assert message in str(caught.value)
+    assert of() == of(hypic_link="hypic") == parse_link("hypic", 8, "text", "query-15")
+    assert of(hypic_seam_tokens=0) == parse_link("hypic", 0, "text", "query-15")
+    assert of(hypic_link="block") == parse_link("block", 8)
+    assert of(hypic_link="epic-0") == parse_link("epic-0", 8), "would be refused behind a context"
+    assert of(hypic_link="block", hypic_islands="query-5") == parse_link("block", 8, "none", "query-5")
+    assert of(hypic_context="none") == parse_link("hypic", 8, "none", "query-15")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"hypic_x": 3}, "unknown request option 'hypic_x': expected one of hypic_link, hypic_seam_tokens"),
+        ({"hypic_link": "fast"}, "hypic_link='fast'"),
+        ({"hypic_seam_tokens": -3}, "hypic_seam_tokens=-3"),
+        ({"hypic_seam_tokens": 2.5}, "hypic_seam_tokens=2.5: expected an integer"),
+        ({"hypic_seam_tokens": float("nan")}, "expected an integer"),
+        ({"hypic_seam_tokens": float("inf")}, "expected an integer"),
+    ],
+)
+def test_mistakes_of_a_request(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(LinkError, match=re.escape(message)):
+        of_request(extra)
 
 
 SPACE = Namespace.from_config({"model": "m"})

@@ -1,7 +1,5 @@
 """Markers survive vLLM's own renderer: prompt strings, token ids, chat messages, sync and async."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

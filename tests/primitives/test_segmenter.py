@@ -1,7 +1,5 @@
 """Segments of prompts without separators: the same for a text wherever it stands, with all tokenizers."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -71,16 +69,12 @@ def test_documents_have_the_same_segments_in_every_order(chat: Chat, ends: str) 
     found = []
     for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 4, 3, 2, 0]):
         text = "\n\n".join(documents[i] for i in order)
-        ids = chat.ids(("system", "You answer briefly."), ("user", text), question)
-        segments = chat.segments(ids)
-        assert len(segments) == 5
-        found.append({segments[place] for place, _ in enumerate(order)})
-    assert found[0] == found[1] == found[2]
+        found.append(chat.segments(chat.ids(("system", "You answer briefly."), ("user", text), question)))
+    assert sorted(found[0]) == sorted(found[1]) == sorted(found[2]) and len(found[0]) == 5
 
 
 def test_what_is_asked_is_in_no_segment(chat: Chat) -> None:
-    text = "\n\n".join(prose(i, 60) for i in range(3))
-    ids = chat.ids(("user", text))
+    ids = chat.ids(("user", "\n\n".join(prose(i, 60) for i in range(3))))
     assert len(ids) - chat.segmenter.find(ids, "text").spans[-1][1] >= 16, "it may end in the question"
 
 
@@ -91,9 +85,7 @@ NO_QUESTION = ["", ".", "\n", " 東", "</doc>", "\n\n<document>\nIt is.\n</docum
 
 @pytest.mark.parametrize("kind", USED)
 @pytest.mark.parametrize("mode", ["text", "cdc"])
-def test_without_a_question_all_but_the_last_word_may_be_in_segments(
-    tokenizer_dirs, kind: str, mode: str
-) -> None:
+def test_without_a_question_all_but_the_last_word_may_be_cut(tokenizer_dirs, kind: str, mode: str) -> None:
     chat = Chat(tokenizer_dirs[kind], ("blank-lines", "documents"), query_tokens=0)
     text = "\n\n".join(prose(i, 60) for i in range(4))
     for end in NO_QUESTION:
@@ -102,10 +94,8 @@ def test_without_a_question_all_but_the_last_word_may_be_in_segments(
             behind = "".join(chat.texts(ids[spans[-1][1] :]))
             assert "".join(chat.texts(ids[spans[-1][0] : spans[-1][1]])).strip()
             assert len(behind.removesuffix("assistant\n")) < 48, "nothing was looked for at the end"
-            limits = PoolLimits(1 << 30, 1 << 30, 16, 1 << 30)
-            plan = build_plan(
-                cut_prompt(ids, spans), parse_link("block", 0), Namespace(""), limits, min_segment_tokens=1
-            )
+            rest = parse_link("block", 0), Namespace(""), PoolLimits(1 << 30, 1 << 30, 16, 1 << 30)
+            plan = build_plan(cut_prompt(ids, spans), *rest, min_segment_tokens=1)
             assert not plan.warm_only and plan.stream[-1] == ids[-1]
 
 
@@ -145,8 +135,7 @@ def test_the_turns_of_a_chat_stay_what_they_are(chat: Chat) -> None:
 
 def test_an_answer_that_the_template_begins_does_not_hide_the_question(chat: Chat) -> None:
     chat.tokenizer.chat_template = CHAT_TEMPLATE.replace("assistant\n", "assistant\nLet me think now:\n\n")
-    text = f"{prose(1, 60)} And what is the capital?"
-    ids = chat.ids(("user", text))
+    ids = chat.ids(("user", f"{prose(1, 60)} And what is the capital?"))
     stop = chat.segmenter.find(ids, "text").spans[-1][1]
     assert "capital?" in "".join(chat.texts(ids[stop:]))
     assert "capital?" not in "".join(chat.texts(ids[:stop]))
@@ -159,9 +148,8 @@ def test_tools_are_segments(tokenizer_dirs) -> None:
     def system(*order: int) -> tuple[str, str]:
         return "system", "\n".join(["# Tools", "<tools>", *(tools[i] for i in order), "</tools>"])
 
-    whole, moved = (
-        set(chat.segments(chat.ids(system(*o), ("user", "Why?")))) for o in (range(6), (5, 0, 3, 2))
-    )
+    asked = (chat.ids(system(*order), ("user", "Why?")) for order in (range(6), (5, 0, 3, 2)))
+    whole, moved = (set(chat.segments(ids)) for ids in asked)
     assert len(whole) == 6 and len(moved) == 4 and moved < whole
 
 
@@ -295,8 +283,7 @@ def test_a_document_is_the_same_segments_wherever_it_stands(presets: Chat, form,
     found = []
     for order in ORDERS:
         user = form([documents[i] for i in order])
-        ids = presets.ids(("system", "Answer."), ("user", user))
-        found.append(set(presets.segments(ids)))
+        found.append(set(presets.segments(presets.ids(("system", "Answer."), ("user", user)))))
         assert all("Why?" not in "".join(presets.texts(segment)) for segment in found[-1])
     tokens = sum(len(presets.tokenizer.encode(d, add_special_tokens=False)) for d in documents)
     assert sum(map(len, found[0] & found[1])) >= 0.85 * tokens
@@ -328,8 +315,7 @@ def test_closing_tags_at_the_end_of_a_message_are_in_no_segment(presets: Chat) -
     documents = [prose(i, 60) for i in range(4)]
     found = []
     for order in ORDERS:
-        first, *rest = (documents[i] for i in order)
-        context = "\n\n".join([f"Use this:\n\n<context>\n{first}", *rest])
-        ids = presets.ids(("system", f"{context}\n</context>"), ("user", "Why?"))
-        found.append(set(presets.segments(ids)))
+        context = "\n\n".join(documents[i] for i in order)
+        system = f"Use this:\n\n<context>\n{context}\n</context>"
+        found.append(set(presets.segments(presets.ids(("system", system), ("user", "Why?")))))
     assert len(found[0]) == 4 and found[0] == found[1]

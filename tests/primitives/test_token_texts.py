@@ -1,7 +1,5 @@
 """Texts of single tokens, and the words of a text, by which two texts are compared."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

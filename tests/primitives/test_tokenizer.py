@@ -1,6 +1,4 @@
-"""Every segment tokenises as it would alone; everything else is the stock tokenizer."""
-
-from __future__ import annotations
+"""The law: every segment tokenises as it would alone; everything else is the stock tokenizer."""
 
 import copy
 import pickle
@@ -31,12 +29,8 @@ DOCUMENTS = ["Document one: the capital", " of France.", "naïve café\n", "東�
 
 # Words of the corpus, spaces and newlines, marks that tokenizers treat specially, and any character.
 words = st.sampled_from(" ".join(CORPUS).split())
-texts = st.lists(
-    st.one_of(
-        words, st.sampled_from([" ", "  ", "\n", "▁", "<s>", "<|im_end|>", "</s>"]), st.text(max_size=4)
-    ),
-    max_size=6,
-).map("".join)
+marks = st.sampled_from([" ", "  ", "\n", "▁", "<s>", "<|im_end|>", "</s>"])
+texts = st.lists(st.one_of(words, marks, st.text(max_size=4)), max_size=6).map("".join)
 parts = st.lists(st.one_of(st.sampled_from(Marker), texts), min_size=1, max_size=8)
 
 
@@ -77,11 +71,7 @@ def expected_core(stock, ids: PrimitiveIds, text: str) -> list[int]:
     return [t for p in split_text(text, T) for t in ([ids[p]] if isinstance(p, Marker) else alone(stock, p))]
 
 
-any_kind = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-
-# -- the law -----------------------------------------------------------------
+any_kind = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def asked(documents: list[str]) -> list[Marker | str]:
@@ -115,9 +105,6 @@ def test_leaving_the_cutting_to_the_tokenizer_would_break_the_law(tokenizer_dirs
     assert ids[at + 1 :] != naive.encode("The fox", add_special_tokens=False)
 
 
-# -- text without primitives is stock ----------------------------------------
-
-
 @any_kind
 @given(text=texts, add=st.booleans(), length=st.integers(3, 12) | st.none())
 def test_text_without_primitives_is_byte_identical_to_stock(stock, ours, text, add, length):
@@ -141,9 +128,6 @@ def test_settings_of_the_stock_tokenizer_are_kept(stock, ours):
     for name in (*names, "is_fast", "eos_token_id"):
         assert getattr(ours, name) == getattr(stock, name), name
     assert ours.truncation_side == "left"  # vLLM's choice for generation
-
-
-# -- options of a call -------------------------------------------------------
 
 
 @any_kind
@@ -174,9 +158,8 @@ def test_truncation_agrees_with_stock_on_the_same_tokens(stock, ours):
 @given(parts=parts)
 def test_offsets_point_at_the_text(stock, ours, parts):
     text = joined([*parts, Marker.PDEP])
-    encoding = ours(
-        text, return_offsets_mapping=True, return_special_tokens_mask=True, add_special_tokens=False
-    )
+    told = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
+    encoding = ours(text, add_special_tokens=False, **told)
     expected, at = [], 0
     for part in split_text(text, T):
         if isinstance(part, Marker):
@@ -186,21 +169,17 @@ def test_offsets_point_at_the_text(stock, ours, parts):
             expected += [(s + at, e + at) for s, e in offsets]
         at += len(T[part]) if isinstance(part, Marker) else len(part)
     assert encoding["offset_mapping"] == expected
-    for token, (start, end), special in zip(
-        encoding["input_ids"], encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True
-    ):
-        marker = ours.hypic_ids.marker(token)
-        if marker is not None:
-            assert text[start:end] == T[marker]
-            assert special == 1
+    for i, token in enumerate(encoding["input_ids"]):
+        if (marker := ours.hypic_ids.marker(token)) is not None:
+            assert text[slice(*expected[i])] == T[marker] and encoding["special_tokens_mask"][i] == 1
 
 
 @pytest.mark.parametrize("padding", [True, "max_length"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_batches_and_padding_have_the_form_of_stock(stock, ours, padding, side):
     plain = ["one two three four", "a"]
-    options = {"padding": padding, "max_length": 24, "padding_side": side, "truncation": True}
-    told = ("return_special_tokens_mask", "return_offsets_mapping", "return_length")
+    options = {"padding": padding, "max_length": 24, "padding_side": side}
+    told = ("return_special_tokens_mask", "return_offsets_mapping", "return_length", "truncation")
     options |= dict.fromkeys(told, True)
     reference = stock(plain, **options)
     batch = ours([*plain, f"a{T.sep}b"], **options)
@@ -233,9 +212,6 @@ def test_options_that_separators_exclude_are_refused_by_name(ours, name, value):
         ours(f"a{T.sep}b", **{name: value})
     with pytest.raises(ValueError, match="cannot be combined with separators"):
         ours("a", f"a{T.sep}b")
-
-
-# -- decoding ----------------------------------------------------------------
 
 
 @any_kind
@@ -273,9 +249,6 @@ def test_incremental_detokenisation_after_a_prompt_with_markers(stock, ours, ski
     assert found[0] == found[1]
 
 
-# -- vocabulary --------------------------------------------------------------
-
-
 def test_added_ids_lie_behind_the_vocabulary(stock, ours):
     ids = primitive_ids(ours)
     assert sorted(ids) == [stock.max_token_id + 1, stock.max_token_id + 2, stock.max_token_id + 3]
@@ -288,19 +261,12 @@ def test_added_ids_lie_behind_the_vocabulary(stock, ours):
     assert ours.get_vocab() == stock.get_vocab()
 
 
-# -- copies ------------------------------------------------------------------
-
-
-def _pooled(tokenizer):
-    return maybe_make_thread_pool(copy.copy(tokenizer), 2)
-
-
 DUPLICATES = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
-    "pool": _pooled,
-    "pool-deepcopy": lambda t: copy.deepcopy(_pooled(t)),
+    "pool": lambda t: maybe_make_thread_pool(copy.copy(t), 2),
+    "pool-deepcopy": lambda t: copy.deepcopy(maybe_make_thread_pool(copy.copy(t), 2)),
 }
 
 

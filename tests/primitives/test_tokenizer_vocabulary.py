@@ -1,7 +1,5 @@
 """Texts and ids of the primitives in a vocabulary, literal texts, and what else reads the tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -67,9 +65,8 @@ def test_publishing_other_texts_empties_vllms_tokenizer_cache(tokenizer_dirs, cl
 
 def test_a_damaged_variable_is_named(monkeypatch):
     monkeypatch.setenv(TOKENS_ENV, '{"sep": ""}')
-    with pytest.raises(
-        ValueError, match=f"environment variable {TOKENS_ENV}: sep='': expected a non-empty string"
-    ):
+    says = f"environment variable {TOKENS_ENV}: sep='': expected a non-empty string"
+    with pytest.raises(ValueError, match=says):
         published_texts()
 
 
@@ -79,7 +76,6 @@ def test_a_token_of_the_vocabulary_keeps_its_id(tokenizer_dirs):
     tokenizer = HypicTokenizer.from_pretrained(str(tokenizer_dirs["qwen"]), primitive_texts=texts)
     assert primitive_ids(tokenizer).sep == stock.convert_tokens_to_ids("<|im_end|>")
     assert len(tokenizer) == len(stock) + 2
-    # It was the model's own to begin with.
     assert tokenizer.get_vocab() == stock.get_vocab()
     assert copy.deepcopy(tokenizer).get_vocab() == stock.get_vocab()
 
@@ -117,13 +113,12 @@ def test_demo_model_with_its_own_separator():
 
 
 def test_primitive_ids_of_other_tokenizers_point_the_way_out(tokenizer_dirs):
-    for of, argument, says in (
-        (primitive_ids, load(tokenizer_dirs["qwen"], "hf"), "--tokenizer-mode hypic"),
-        (primitive_ids, None, r"skip_tokenizer_init.*token_ids"),
-        (lambda thing: with_primitives(thing, T), object(), "--tokenizer-mode hf"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            of(argument)
+    with pytest.raises(ValueError, match="--tokenizer-mode hypic"):
+        primitive_ids(load(tokenizer_dirs["qwen"], "hf"))
+    with pytest.raises(ValueError, match=r"skip_tokenizer_init.*token_ids"):
+        primitive_ids(None)
+    with pytest.raises(ValueError, match="--tokenizer-mode hf"):
+        with_primitives(object(), T)
 
 
 def test_adding_twice_changes_nothing(tokenizer_dirs):
@@ -134,9 +129,6 @@ def test_adding_twice_changes_nothing(tokenizer_dirs):
     other = with_primitives(once, PrimitiveTexts(sep="[SEP]"))
     assert other.get_vocab() == once.get_vocab()
     assert other.encode("a[SEP]b", add_special_tokens=False)[1] == primitive_ids(other).sep == len(once)
-
-
-# -- slow tokenizers ---------------------------------------------------------
 
 
 class CharTokenizer(PythonBackend):
@@ -183,20 +175,13 @@ def test_slow_tokenizer():
         assert tokenizer.max_token_id == max(primitive_ids(tokenizer))
 
 
-# -- structured output -------------------------------------------------------
-
-
 def _allowed(backend_cls, tokenizer, vocab_size: int, schema: str) -> set[int]:
     """Ids that a structured-output backend of vLLM allows after ``["``."""
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 
-    config = SimpleNamespace(
-        structured_outputs_config=SimpleNamespace(
-            disable_any_whitespace=True, disable_additional_properties=False
-        ),
-        model_config=None,
-        speculative_config=None,
-    )
+    options = SimpleNamespace(disable_any_whitespace=True, disable_additional_properties=False)
+    unused = {"model_config": None, "speculative_config": None}
+    config = SimpleNamespace(structured_outputs_config=options, **unused)
     backend = backend_cls(config, tokenizer=tokenizer, vocab_size=vocab_size)
     grammar = backend.compile_grammar(StructuredOutputOptions.JSON, schema)
     assert grammar.accept_tokens("r", tokenizer.encode('["', add_special_tokens=False))

@@ -1,10 +1,6 @@
 """Texts and ids of the primitives, cutting, the prompt builders, and the fixed text before records."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,15 +22,6 @@ IDS = PrimitiveIds(sep=100, pdep=101, pad=102)
 prompt_ids = partial(build_prompt_ids, ids=IDS)
 
 short_texts = st.text(alphabet="ab<|>", min_size=1, max_size=3)
-
-
-def test_primitives_package_imports_neither_torch_nor_vllm():
-    code = (
-        "import sys, vllm_hypic.primitives.builder, vllm_hypic.primitives.tokens;"
-        "print([m for m in ('torch', 'vllm', 'transformers', 'tokenizers') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -103,9 +90,6 @@ def test_split_ids_loses_nothing(ids):
 
 def test_marker_of_an_id():
     assert [IDS.marker(t) for t in (*IDS, 99)] == [Marker.SEP, Marker.PDEP, Marker.PAD, None]
-
-
-# -- builders ----------------------------------------------------------------
 
 
 def test_build_prompt_joins_with_separators():
