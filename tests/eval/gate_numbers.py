@@ -12,17 +12,13 @@ FINE = Distances(96, 5e-5, 4e-3, 2e-3, agreement=100.0, sure=95, changed=0.0)
 NOISE = Distances(96, 8e-6, 3e-4, 3e-4, agreement=100.0, sure=95, changed=0.0)
 
 
-def scores(prompts: int, right: int, *, lost: int = 0, gained: int = 0) -> tuple[list[float], list[float]]:
-    """Full recompute's scores, of which ``right`` are right, and those of reuse."""
+def answers(
+    prompts: int = 96, right: int = 92, *, name: str = "fixed set", lost: int = 0, gained: int = 0
+) -> Answers:
+    """Of full recompute ``right`` are right, of which reuse loses some; it gains others."""
     full = [1.0] * right + [0.0] * (prompts - right)
-    reuse = list(full)
-    reuse[:lost] = [0.0] * lost
-    reuse[right : right + gained] = [1.0] * gained
-    return full, reuse
-
-
-def answers(prompts: int = 96, right: int = 92, *, name: str = "fixed set", **changed: int) -> Answers:
-    return Answers.of(name, "exact match", *scores(prompts, right, **changed))
+    reuse = [0.0] * lost + full[lost:right] + [1.0] * gained + full[right + gained :]
+    return Answers.of(name, "exact match", full, reuse)
 
 
 def numbers(**changed: Any) -> Numbers:

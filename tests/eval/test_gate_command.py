@@ -1,8 +1,14 @@
-"""The command line of the gate, without engines: what they would measure is planted."""
+"""The command line of the gate, without engines: what they would measure is planted.
 
+And the page on choosing settings says what holds: options, defaults, limits, exit codes, the key's parts.
+"""
+
+import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +18,26 @@ from click.testing import CliRunner, Result
 
 from vllm_hypic.cli import main
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.config.gate import GateConfig
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.choice import LADDER
-from vllm_hypic.eval.gate.criteria import Numbers
-from vllm_hypic.eval.gate.fixed_set import TaskSet
-from vllm_hypic.eval.gate.measure import GateMeasurement, MeasureError, Place
+from vllm_hypic.eval.gate.command import Exit, gate
+from vllm_hypic.eval.gate.criteria import Limits, Numbers
+from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE, TaskSet
+from vllm_hypic.eval.gate.identity import Subject
+from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateMeasurement, MeasureError, Place
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.pool_batches import PoolError
 from vllm_hypic.eval.results import Metric
 from vllm_hypic.eval.task import ChatTemplate
+from vllm_hypic.eval.tasks import continuations
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
 from vllm_hypic.harness.engines import EngineError
 from vllm_hypic.harness.generators import EXAMPLE, Generator
 from vllm_hypic.primitives.options import LinkDefaults
+from vllm_hypic.tune.prompts import HELD_OUT, LEAST_DOCUMENTS, NEEDED, PIECE_TOKENS, PIECES, QUERY_TOKENS
 
 from .gate_numbers import answers, numbers, subject
 
@@ -94,9 +105,7 @@ def signed(folder: Path) -> SignOff:
     ("planted", "verdict", "code"),
     [(GO, Verdict.GO, 0), (NO_GO, Verdict.NO_GO, 1), (CANNOT_JUDGE, Verdict.CANNOT_JUDGE, 3)],
 )
-def test_verdict_sign_off_and_exit_code(
-    lab: Lab, tmp_path: Path, planted: Numbers, verdict: Verdict, code: int
-) -> None:
+def test_verdict_and_code(lab: Lab, tmp_path: Path, planted: Numbers, verdict: Verdict, code: int) -> None:
     lab.found = {"hypic-8": planted}
     output = judged(tmp_path, "--by", "Ada", code=code)
     [path] = tmp_path.iterdir()
@@ -182,7 +191,6 @@ def test_the_cheapest_context_and_islands_that_are_a_go(lab: Lab, tmp_path: Path
     served = subject(HypicConfig(context="text", islands="query-5"))
     [sign_off] = [s for s in tried if s.subject == served]
     assert sign_off.judgement.verdict is Verdict.GO
-    # Nothing that was tried is a go.
     names = ("/".join(part for part in ("hypic-8", *rung) if part != "none") for rung in LADDER)
     lab.found = dict.fromkeys(names, NO_GO)
     assert "No context and islands that were tried are a go" in judged(tmp_path, "--choose", code=1)
@@ -232,10 +240,7 @@ def test_the_users_own_tasks_are_a_set_of_their_own(lab: Lab, tmp_path: Path) ->
         ([MODEL, "--try-seams", "0,4", "--out", "x.json"], "--out names one file"),
         ([MODEL, "--engine-args", "[]"], "expected a JSON object"),
         ([MODEL, "--engine-args", "{"], "is not JSON"),
-        (
-            [MODEL, "--engine-args", '{"attention_backend": "x"}'],
-            "the command sets 'attention_backend' itself",
-        ),
+        ([MODEL, "--engine-args", '{"attention_backend": 1}'], "the command sets 'attention_backend' itself"),
         ([MODEL, "--folder", MODEL], "is the model's own folder"),
         ([MODEL, "--out", f"{MODEL}/gate.json"], "is the model's own folder"),
         ([MODEL, "--folder", "/proc/nothing"], "sign-offs cannot be written there"),
@@ -251,9 +256,7 @@ def test_usage_errors(lab: Lab, arguments: list[str], says: str) -> None:
     assert lab.place is None
 
 
-@pytest.mark.parametrize(
-    "failure", [EngineError("the engine died"), MeasureError("no"), PoolError("no room")]
-)
+@pytest.mark.parametrize("failure", [EngineError("it died"), MeasureError("no"), PoolError("no room")])
 def test_a_gate_that_does_not_finish_signs_nothing(lab: Lab, tmp_path: Path, failure: Exception) -> None:
     lab.found = failure
     assert f"the gate did not finish: {failure}" in judged(tmp_path, code=1)
@@ -274,9 +277,7 @@ def test_a_model_of_the_hub_is_found_in_its_cache(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_fixed_set_is_fixed(generator: Generator) -> None:
-    def demo(seed: int) -> list[TaskSet]:
-        return command.fixed_sets(generator, 9, seed, chat=False)
-
+    demo = partial(command.fixed_sets, generator, 9, chat=False)
     [one] = demo(0)
     kinds = list(generator.LEARNED)
     assert [t.family for t in one.tasks] == kinds * (10 // len(kinds))
@@ -288,3 +289,57 @@ def test_the_fixed_set_is_fixed(generator: Generator) -> None:
     assert questions.metric is Metric.CONTAINS and not any(t.continuation for t in questions.tasks)
     assert [t.family for t in texts.tasks] == list(CONTINUATIONS) * 2
     assert texts.metric is None and all(t.continuation for t in texts.tasks)
+
+
+PATH = Path(__file__).parents[2] / "docs/how-to/choose-for-my-model.md"
+TEXT = PATH.read_text(encoding="utf-8")
+PROSE = " ".join(TEXT.split())
+OPTIONS = {option: p for p in gate.params for option in (*p.opts, *p.secondary_opts)}
+
+
+def rows(heading: str, first: str) -> list[list[str]]:
+    """Cells of the table under a heading whose first heading cell is ``first``."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert section, heading
+    table = re.search(rf"^\| {re.escape(first)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", section[1], re.MULTILINE)
+    assert table, first
+    return [[c.strip() for c in line[1:-1].split("|")] for line in table[1].splitlines()]
+
+
+def test_limits_options_and_exit_codes() -> None:
+    told = {row[2].strip("`"): float(row[3].strip("`")) for row in rows("Criteria", "criterion")}
+    defaults = {p.opts[0]: p.default for p in gate.params if p.name in vars(Limits())}
+    assert told == defaults and len(told) == len(vars(Limits()))
+    told = {row[0].strip("`"): json.loads(row[1].strip("`")) for row in rows("At a server's start", "option")}
+    assert told == dataclasses.asdict(GateConfig())
+    for option in re.findall(r"`(--[a-z-]+)", TEXT):
+        assert option in OPTIONS or option in ("--help", "--additional-config"), option
+    for name in ("--prompts", "--kv-gib"):
+        assert f"{OPTIONS[name].default:g}" in PROSE
+    told = {int(row[0]): row[1] for row in rows("The command", "exit code")}
+    assert sorted(told) == sorted(Exit)
+    assert told[Exit.USAGE] == "usage" and told[Exit.CANNOT_JUDGE] == Verdict.CANNOT_JUDGE
+
+
+def test_the_key_the_fixed_set_and_links() -> None:
+    told = [name for row in rows("The sign-off", "part") for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(told) == sorted(f.name for f in dataclasses.fields(Subject))
+    assert f"{OPTIONS['--prompts'].default} questions" in PROSE and len(QUESTIONS) == 5
+    assert f"{DEMO_DOCUMENTS} documents of {DEMO_TOKENS} tokens" in PROSE
+    assert f"{continuations.TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
+    assert all(f"(`{family}`)" in PROSE for family in CONTINUATIONS)
+    assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
+
+    # What is tried by --choose, and what a context is trained on.
+    assert len(LADDER) == 7 and "cheapest go of seven" in PROSE
+    assert all(f"`{islands}`" in PROSE for _, islands in LADDER if islands != "none")
+    assert f"{LEAST_DOCUMENTS} texts of {NEEDED} tokens or more" in PROSE and HELD_OUT == 5 and PIECES == 4
+    assert f"four pieces of {PIECE_TOKENS} tokens" in PROSE and f"next {QUERY_TOKENS} tokens" in PROSE
+
+    def anchors(text: str) -> set[str]:
+        lines = (line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        return {re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in lines}
+
+    for file, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", TEXT):
+        text = (PATH.parent / file).read_text(encoding="utf-8") if file else TEXT
+        assert not anchor or anchor in anchors(text), anchor

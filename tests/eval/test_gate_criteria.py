@@ -78,7 +78,6 @@ def test_what_is_just_within_a_limit_is_a_go() -> None:
 
 
 def test_losses_that_may_be_chance_and_losses_that_are_certain() -> None:
-    # A loss that may be chance is said.
     found = numbers(answers=(answers(96, 70, lost=14, gained=6),))
     judgement = judge(found, LIMITS)
     assert judgement.verdict is Verdict.GO and found.answers[0].loss.value > LIMITS.loss
@@ -137,16 +136,13 @@ def test_ties_and_faults_beside_missing_numbers() -> None:
     assert [r.holds for r in judgement.reasons if r.criterion == FIRST_TOKENS] == [None]
     # Numbers missing after a fault.
     assert fails(Numbers(faults=("link method 'naive' ... has none",))) == [FAULTS]
-    # A judgement survives json.
     judgement = judge(numbers(answers=(answers(right=2),)), LIMITS)
     assert Judgement.from_mapping(json.loads(json.dumps(dataclasses.asdict(judgement)))) == judgement
 
 
 def test_limits_are_those_given_and_noise_widens_them() -> None:
-    # Limits are those given.
     found = numbers(answers=(answers(lost=14),), distances=replace(FINE, kl_p90=0.5))
     assert fails(found, Limits(loss=50, certain_loss=50, kl=1.0)) == []
-    # Noise widens the limits of distributions.
     noisy = replace(NOISE, kl_p90=0.05, changed=10.0)
     far = replace(FINE, kl_p90=0.22, changed=14.0)
     assert fails(numbers(distances=far)) == [DISTRIBUTIONS, FIRST_TOKENS]
@@ -154,7 +150,6 @@ def test_limits_are_those_given_and_noise_widens_them() -> None:
 
 
 def test_points_and_distances() -> None:
-    # Points of answers.
     found = Answers.of("set", "F1", [1.0, 0.5, 0.75, 0.75], [0.5, 0.5, 0.75, 0.75])
     assert (found.full, found.reuse) == (75.0, 62.5)
     assert found.loss.value == 12.5 and found.loss.n == 4
@@ -166,9 +161,7 @@ def test_points_and_distances() -> None:
     found = Distances.of(full, [outcome(0.1, 0.9), *full[1:8], *[outcome(0.48, 0.49)] * 2])
     assert (found.sure, found.changed, found.agreement) == (8, 12.5, 70)
     gap = 0.9 * math.log(9) + 0.1 * math.log(1 / 9)
-    assert found.kl_median == 0 and found.kl_p90 == pytest.approx(
-        0.49 * math.log(49 / 48) - 0.48 * math.log(49 / 48)
-    )
+    assert found.kl_median == 0 and found.kl_p90 == pytest.approx(0.01 * math.log(49 / 48))
     assert found.kl_mean == pytest.approx((gap + 2 * found.kl_p90) / 10)
 
 

@@ -111,7 +111,6 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers.reuse is not None and numbers.reuse.reused == numbers.reuse.reusable == 6 * 2 * 32
     assert [(a.name, a.full, a.reuse) for a in numbers.answers] == [("fixed set", 100, 100)]
     assert found.chat is False and found.left_out == 0
-    # Answers that reuse gets wrong.
     model = Model(with_reuse(lambda answer: replace(answer, tokens=(WRONG,))))
     numbers = run(monkeypatch, model).numbers[HYPIC]
     assert [(a.full, a.reuse, a.loss.value) for a in numbers.answers] == [(100, 0, 100)]
@@ -162,12 +161,10 @@ def faults(found: GateMeasurement, method: Method = HYPIC) -> str:
 
 
 def test_faults_of_what_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Warm that differs from cold.
     def differ(ask: Ask, warm: bool, answer: Answer) -> Answer:
         return replace(answer, logprobs={RIGHT: -0.1, WRONG: -2.3}) if warm else answer
 
     assert "with cold and with warm documents differ" in faults(run(monkeypatch, Model(differ)))
-    # Nothing is reused.
     model = Model(with_reuse(lambda answer: replace(answer, cached=0)))
     assert "0 of 384 reusable tokens were reused" in faults(run(monkeypatch, model))
     # It is not asked for; the other one is judged all the same.
@@ -193,18 +190,17 @@ def test_logprobs_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, bad: floa
 
 def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(ask: Ask, warm: bool, answer: Answer) -> Answer:
-        return replace(answer, logprobs={RIGHT: math.nan, WRONG: math.nan})
+        broken = {RIGHT: math.nan, WRONG: math.nan}
+        return answer if SEPARATOR in ask.tokens else replace(answer, logprobs=broken)
 
     with pytest.raises(MeasureError, match="model is broken without reuse: 12 logprobs"):
-        run(monkeypatch, Model(lambda a, w, x: x if SEPARATOR in a.tokens else broken(a, w, x)))
+        run(monkeypatch, Model(broken))
 
 
 def test_tasks_that_are_no_prompts_or_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tasks that are no prompts are told.
     empty = replace(task(0), segments=("w", ""))
     with pytest.raises(TasksError, match=r"own: .*segment"):
         run(monkeypatch, sets=[TaskSet("own", Metric.F1, (empty,))])
-    # Prompts that are too long are left out.
     long = task(9, documents=5)
     found = run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (task(0), long, task(1)))])
     assert found.left_out == 1 and found.numbers[HYPIC].answers[0].loss.n == 2

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,20 +35,14 @@ from .gate_numbers import answers, model, numbers, subject
 def signed(of: Subject, *, lost: int = 0, right: int = 92, **changed: Any) -> SignOff:
     judgement = judge(numbers(answers=(answers(right=right, lost=lost),)), Limits())
     limits = dataclasses.asdict(Limits())
-    one = SignOff(
-        "a/model", of, judgement, limits, None, "2026-01-02T03:04:05+00:00", {"machine": {"cores": 2}}
-    )
+    evidence = {"machine": {"cores": 2}}
+    one = SignOff("a/model", of, judgement, limits, None, "2026-01-02T03:04:05+00:00", evidence)
     return replace(one, **changed)
 
 
-def edited(path: Path, change: Callable[[dict[str, Any]], None], *, seal: bool) -> None:
-    """``seal``: with a checksum that fits."""
-    content = json.loads(path.read_text())
-    change(content)
-    if seal:
-        content.pop("sha256", None)
-        content["sha256"] = _checksum(content)
-    path.write_text(json.dumps(content))
+Change = Callable[[dict[str, Any]], object]
+"""Of a sign-off's content."""
+OTHER = "is for other settings:"
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -66,7 +60,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "seal", "says"),
+    ("change", "seal", "says"),  # seal: with a checksum that fits
     [
         (lambda c: c.update(verdict="go"), False, "was changed since it was written"),
         (lambda c: c["evidence"].update(machine={}), False, "was changed since it was written"),
@@ -80,24 +74,19 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda c: c["subject"].pop("dtype"), True, "is incomplete (ValueError: expected the fields"),
         (lambda c: c.update(subject=3), True, "is incomplete (TypeError"),
         (lambda c: c.update(limits=None), True, "is incomplete (AttributeError"),
-        (
-            lambda c: c["subject"].update(dtype="float16"),
-            True,
-            "is for other settings: dtype: 'float16', not 'bfloat16'",
-        ),
-        (
-            lambda c: c["subject"]["options"].update(seam_tokens=4),
-            True,
-            "is for other settings: seam_tokens: 4, not 8",
-        ),
+        (lambda c: c["subject"].update(dtype="float16"), True, f"{OTHER} dtype: 'float16', not 'bfloat16'"),
+        (lambda c: c["subject"]["options"].update(seam_tokens=4), True, f"{OTHER} seam_tokens: 4, not 8"),
     ],
 )
-def test_what_does_not_count(
-    tmp_path: Path, change: Callable[[dict[str, Any]], None], seal: bool, says: str
-) -> None:
+def test_what_does_not_count(tmp_path: Path, change: Change, seal: bool, says: str) -> None:
     path = path_in(tmp_path, subject())
     write(path, signed(subject(), lost=14))
-    edited(path, change, seal=seal)
+    content = json.loads(path.read_text())
+    change(content)
+    if seal:
+        content.pop("sha256", None)
+        content["sha256"] = _checksum(content)
+    path.write_text(json.dumps(content))
     with pytest.raises(SignOffError) as caught:
         read(path, subject())
     assert says in str(caught.value) and str(path) in str(caught.value)
@@ -117,33 +106,23 @@ def test_foreign_files_do_not_count(tmp_path: Path) -> None:
     assert "cannot be read" in find(str(tmp_path), subject()).says
 
 
-# -- what it holds for -------------------------------------------------------------------------------
-
-
 def test_every_option_is_told_or_named_neutral() -> None:
     options = {f.name for f in dataclasses.fields(HypicConfig)}
     assert options >= NEUTRAL
     unused = {"context", "context_file", "islands", "segment", "state_dtype"}
     assert set(telling(HypicConfig().for_model(model()))) == options - NEUTRAL - unused
-    used = HypicConfig(
-        context="text", islands="query-10", segment=SegmentingConfig(mode="cdc"), state_dtype="float16"
-    )
+    cut = SegmentingConfig(mode="cdc")
+    used = HypicConfig(context="text", islands="query-10", segment=cut, state_dtype="float16")
     assert set(telling(used)) == options - NEUTRAL
 
 
-def key(**options: Any) -> str:
-    return subject(HypicConfig.from_mapping(options)).key
-
-
 def test_options_that_change_numbers_change_the_key_and_others_do_not() -> None:
-    for telling_ones in (
-        {"link": "block"},
-        {"seam_tokens": 4},
-        {"min_segment_tokens": 16},
-        {"dead_transition": 0},
-        {"state_dtype": "float16"},
-    ):
-        assert key(**telling_ones) != subject().key, telling_ones
+    def key(**options: Any) -> str:
+        return subject(HypicConfig.from_mapping(options)).key
+
+    changed = {"link": "block", "seam_tokens": 4, "min_segment_tokens": 16, "dead_transition": 0}
+    for name, value in (changed | {"state_dtype": "float16"}).items():
+        assert key(**{name: value}) != subject().key, name
     for neutral in (
         {"page_tokens": 32, "pool_bytes": 1 << 30},
         {"gate": {"require": "go", "folder": "/x"}},
@@ -165,7 +144,6 @@ def test_every_field_is_in_the_key(field: str) -> None:
 
 
 def test_default_folder_and_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # Default folder.
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert default_folder() == tmp_path
     monkeypatch.setenv(FOLDER, "")
@@ -184,18 +162,14 @@ def test_default_folder_and_a_user_without_a_home(monkeypatch: pytest.MonkeyPatc
     assert f"the user has no folder for sign-offs: set {FOLDER}" in find(None, subject()).says
 
 
-# -- at the start of a server ------------------------------------------------------------------------
-
 Told = Callable[..., list[str]]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Told:
     """Looks for a sign-off, for a model whose subject follows from the options; lines of the log."""
 
-    def looked(
-        folder: Path, require: str = "warn", processes: tuple[int, int] = (1, 0), **options: Any
-    ) -> list[str]:
+    def looked(folder: Path, require: str = "warn", processes: Any = (1, 0), **options: Any) -> list[str]:
         gate = {"require": require, "folder": str(folder)}
         config = HypicConfig.from_mapping({**options, "gate": gate}).for_model(model())
         parallel = SimpleNamespace(_api_process_count=processes[0], _api_process_rank=processes[1])
@@ -205,14 +179,9 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 
     monkeypatch.setattr(startup, "subject_of", lambda vllm_config, config: subject(config))
     # vLLM's logger, once configured, does not propagate to where caplog listens.
-    logger = logging.getLogger("vllm.hypic.gate")
-    monkeypatch.setattr(logger, "propagate", False)
-    logger.addHandler(caplog.handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield looked
-    logger.setLevel(level)
-    logger.removeHandler(caplog.handler)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.hypic.gate")
+    return looked
 
 
 def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
@@ -220,7 +189,6 @@ def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
     for require in ("warn", "go"):
         [line] = told(tmp_path, require)
         assert line.startswith("INFO hypic gate: go, signed off 2026-01-02T03:04:05+00:00 by Ada (")
-    # Limits of its own are told.
     lenient = {**dataclasses.asdict(Limits()), "loss": 50.0}
     write(path_in(tmp_path, subject()), signed(subject(), limits=lenient))
     [line] = told(tmp_path, "go")
@@ -261,7 +229,6 @@ def test_without_a_go_nothing_starts_that_demands_one(told: Told, tmp_path: Path
     write(path_in(tmp_path, subject()), signed(subject()))
     with pytest.raises(ConfigError, match="no sign-off says"):
         told(tmp_path, "go", seam_tokens=4)
-    # A model without a sign off is told in one line.
     [line] = told(tmp_path, seam_tokens=4)
     says = "WARNING hypic gate: no sign-off says what reuse costs this model at these settings"
     way_out = "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' --folder"
@@ -276,9 +243,8 @@ def test_who_does_not_look(told: Told, tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_what_differs() -> None:
-    config = HypicConfig.from_mapping(
-        {"link": "epic-0", "seam_tokens": 4, "dummy_token": 7, "page_tokens": 32}
-    )
+    options = {"link": "epic-0", "seam_tokens": 4, "dummy_token": 7, "page_tokens": 32}
+    config = HypicConfig.from_mapping(options)
     one = subject(config, quantization="awq", kv_dtype="fp8", overrides='{"a": 1}')
     assert command(model(), one, config.for_model(model())) == (
         "vllm-hypic gate /models/mine --dtype bfloat16 "
@@ -298,9 +264,7 @@ def test_the_command_line_names_what_differs() -> None:
         (False, {"context": "text"}, '{"context": "text"}'),
     ],
 )
-def test_the_command_line_names_what_the_model_would_not_have(
-    dense: bool, options: dict[str, Any], named: str
-) -> None:
+def test_the_command_line_names_what_is_no_default(dense: bool, options: dict[str, Any], named: str) -> None:
     config = HypicConfig(**options).for_model(model(dense=dense))
     line = command(model(dense=dense), replace(subject(), options=telling(config)), config)
     assert line == f"vllm-hypic gate /models/mine --dtype bfloat16{named and f' --hypic {named!r}'}"

@@ -36,16 +36,8 @@ def outcomes(n: int, cached: int = 60) -> list[MethodAnswer]:
 
 def family(name: str, marks: dict[str, Sequence[int]], *, left_out: int = 0) -> FamilyResult:
     full = scored(marks[FULL.name])
-    cells = [
-        cell(
-            method,
-            outcomes(len(own)),
-            scored(own),
-            full,
-            Spread.of([TIMES[method]]) if method in TIMES else None,
-        )
-        for method, own in marks.items()
-    ]
+    times = {method: Spread.of([s]) for method, s in TIMES.items()}
+    cells = (cell(m, outcomes(len(own)), scored(own), full, times.get(m)) for m, own in marks.items())
     return FamilyResult(name, len(full), left_out, tuple(cells))
 
 
@@ -64,11 +56,7 @@ def text(table: Table) -> str:
     return captured.get()
 
 
-# -- numbers -----------------------------------------------------------------------------------------
-
-
 def test_cells() -> None:
-    # A cell.
     own, full = scored([1, 1, 0, 0], kl=0.5), scored([1, 1, 1, 0])
     found = cell("naive-8", [*outcomes(3), *outcomes(1, cached=0)], own, full)
     assert (found.exact.mean.value, found.exact.difference.value) == (50.0, -25.0)
@@ -79,11 +67,9 @@ def test_cells() -> None:
     assert (found.prompt_tokens, found.computed_tokens, found.reused_none) == (100, 55, 1)
     assert found.computed_share == 0.55
     assert found.first_token is None
-    # No answer differs.
     found = cell("x", outcomes(3), scored([1, 1, 1]), scored([1, 1, 1]))
     assert found.first_divergence is None
     assert found.exact.difference.value == found.exact.difference.low == found.exact.difference.high == 0
-    # Metrics.
     one = Scores(True, False, 0.5, 0.25, None, 0.0, True)
     assert [m.of(one) for m in Metric] == [1.0, 0.0, 0.5, 0.25]
     found = cell("x", outcomes(1), [one], [one])
@@ -103,17 +89,12 @@ def test_over_all_families() -> None:
     assert narrow.kl == 0
 
 
-# -- tables ------------------------------------------------------------------------------------------
-
-
 def test_tables() -> None:
-    # The table of a family.
     rows = {line.split("  ")[1]: line for line in text(family_table(RESULTS[1])).splitlines() if "  " in line}
     assert "50.0 [9.5, 90.5]" in rows[FULL.name]
     assert "-50.0 [-100.0, +0.0]" in rows["hypic-0"]
     assert "10.0 ms" in rows["hypic-0"]
     assert rows[NOISE].split()[5:10] == ["50.0", "[9.5,", "90.5]", "0", "50.0"]  # nothing differs
-    # The table over all families.
     found = text(overall_table(overall(RESULTS, SCORES, Metric.EXACT), 2, Metric.EXACT))
     assert "mean over 2 families" in found
     [narrow] = [line for line in found.splitlines() if "hypic-0" in line]
@@ -132,25 +113,19 @@ def test_texts_that_go_on() -> None:
     table = text(text_table(TextResult("mixed", 2, 0, cells)))
     [row] = [line for line in table.splitlines() if "block" in line]
     assert "2.750" in row and "+10.0 [" in row
-    assert notes(TextResult("mixed", 2, 1, cells)) == [
-        "mixed: 1 prompts do not fit the context and were left out."
-    ]
+    [note] = notes(TextResult("mixed", 2, 1, cells))
+    assert note == "mixed: 1 prompts do not fit the context and were left out."
 
 
 def test_notes() -> None:
     assert notes(RESULTS[0]) == []
-    assert notes(family("one", MARKS["one"], left_out=3)) == [
-        "one: 3 prompts do not fit the context and were left out."
-    ]
-    nothing = cell("hypic-32", outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name])
-    full = cell(FULL.name, outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name])
-    [note] = notes(FamilyResult("one", 4, 0, (full, nothing)))
+    [note] = notes(family("one", MARKS["one"], left_out=3))
+    assert note == "one: 3 prompts do not fit the context and were left out."
+    of_one = outcomes(4, cached=0), SCORES["one"]["hypic-8"], SCORES["one"][FULL.name]
+    [note] = notes(FamilyResult("one", 4, 0, tuple(cell(name, *of_one) for name in (FULL.name, "hypic-32"))))
     [hopeless] = notes(family("one", {FULL.name: [0, 0]}))
     assert "reuse can lose none" in hopeless
     assert note.startswith("one: hypic-32 reused nothing in 4 of 4 prompts")
-
-
-# -- plot --------------------------------------------------------------------------------------------
 
 
 def test_panels() -> None:
@@ -181,11 +156,7 @@ def test_the_plot_is_a_png(tmp_path: Path, n: int) -> None:
     assert (width, height) == (720 * min(n, 3), 552 * (1 if n <= 3 else 2))
 
 
-# -- methods and room --------------------------------------------------------------------------------
-
-
 def test_names_and_sure_reuse_of_methods() -> None:
-    # Names of methods.
     assert [link_method(name).name for name in DEFAULT] == [
         *(m.name for m in (FULL, PREFIX, PREFIX_SAME)),
         *DEFAULT[3:],
@@ -199,7 +170,7 @@ def test_names_and_sure_reuse_of_methods() -> None:
     prompt = Prompt((1,) * 40, ((1,) * 200, (1,) * 100, (1,) * 40), (1,) * 5)
     assert FULL.reusable(prompt, 32) == 0
     assert link_method("hypic-8").reusable(prompt, 32) == 40 + 184 + 84
-    assert link_method("hypic-8").reusable(prompt, 64) == 184 + 84
+    assert [link_method(name).reusable(prompt, 41) for name in ("hypic-8", "epic-16")] == [184 + 84] * 2
     assert link_method("hypic-8/text/query-10").reusable(prompt, 32) == 40 + 268 - 26
 
 

@@ -151,31 +151,17 @@ def test_first_tokens_are_timed_alone_and_warm() -> None:
     assert [ask.extra.get(LINK) for ask in timed[3::3]] == [None, "hypic", "block", None]
 
 
-# -- the study ---------------------------------------------------------------------------------------
-
-
 def study(booking: BookingEngine, noise: Any = None, keep: Any = lambda *_: None) -> tuple[Study, Bar]:
     bar: Any = Bar()
-    found = Study(
-        engine=as_engine(booking),
-        noise=noise,
-        noise_name="noise",
-        methods=[FULL, link_method("hypic-8")],
-        chat=False,
-        template=ChatTemplate(),
-        ttft_repeats=2,
-        steps=bar,
-        keep=keep,
-        skipped=[],
-    )
-    return found, bar
+    usual: dict[str, Any] = {"chat": False, "template": ChatTemplate(), "ttft_repeats": 2, "skipped": []}
+    methods = [FULL, link_method("hypic-8")]
+    engines = {"engine": as_engine(booking), "noise": noise, "noise_name": "noise"}
+    return Study(**engines, methods=methods, steps=bar, keep=keep, **usual), bar
 
 
 def test_a_family_is_run_scored_and_timed() -> None:
     kept: list[tuple[str, bool]] = []
-    found, bar = study(
-        BookingEngine(), BookingEngine(), keep=lambda t, method, o, s: kept.append((method, s.exact))
-    )
+    found, bar = study(BookingEngine(), BookingEngine(), lambda t, m, o, s: kept.append((m, s.exact)))
     found.add("few", TASKS)
     [result] = found.results
     assert [c.method for c in result.cells] == [FULL.name, "noise", "hypic-8"]

@@ -19,7 +19,7 @@ ENGLISH = ("needle", "keyvalue", "variables")
 GENERATOR = "KINDS = {'one': 0}\nLEARNED = ()\nFACTS = None\ndef prompt(): ...\ndef vocab_words(): ...\n"
 
 
-def in_english(name: str, count: int, *, documents: int, tokens: int) -> list[Task]:
+def in_english(name: str, count: int, documents: int, tokens: int) -> list[Task]:
     return FAMILIES[name].make(Source(None), 0, count, documents, tokens)
 
 
@@ -67,7 +67,6 @@ def test_demo_tasks_have_their_answers_in_the_documents(generator: Generator) ->
 
 
 def test_demo_tasks_are_held_out_and_chats_write_the_first_words(generator: Generator) -> None:
-    # Demo tasks are held out.
     seeds = []
 
     class Recording:
@@ -106,22 +105,16 @@ def test_the_largest_shapes_are_made(generator: Generator, name: str) -> None:
 
 
 def test_generators_that_are_run_and_others(tmp_path: Path) -> None:
-    # A folder without generator is no demo model.
     assert find_generator(tmp_path / "model") is None
-    # A generator may hold dataclasses.
-    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    source += "@dataclass\nclass A:\n    x: int\n"
-    (tmp_path / "gen.py").write_text(source + GENERATOR)
+    future = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    (tmp_path / "gen.py").write_text(f"{future}@dataclass\nclass A:\n    x: int\n{GENERATOR}")
     found = find_generator(tmp_path / "model", trust=True)
     assert found is not None and "one" in found.KINDS
-    # Another gen py is not run.
     (tmp_path / "gen.py").write_text("raise SystemExit\n")
     assert find_generator(tmp_path / "model", trust=True) is None
 
 
-def test_somebody_elses_generator_runs_only_where_it_is_trusted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_foreign_generator_runs_where_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ran = tmp_path / "ran"
     foreign, mine = tmp_path / "gen.py", tmp_path / "mine" / "gen.py"
     foreign.write_text(f"open({str(ran)!r}, 'w')\n{GENERATOR}")
@@ -171,7 +164,6 @@ def test_every_document_is_full_of_keys() -> None:
         assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
         [asked] = re.findall(r"code of the (.+)\?", task.question)
         assert task.answers == (dict(pairs)[asked],)
-    # Numbers are not given twice.
     taken: set[str] = set()
     first = english.Writer("same").number(taken)
     assert taken == {first}
@@ -203,8 +195,6 @@ def test_variables_are_solved_by_reading_on(documents: int) -> None:
             assert len(set(chain)) == len(chain)
 
 
-# -- the demo models' questions, answered by a reader that only reads -------------------------------
-
 FACT = re.compile(r"(?P<subject>ent\d+|\|) (?P<relation>rel\d+) (?P<value>(?:ent|val)\d+(?: val\d+)?) \.")
 MOVE = re.compile(r"@ (?P<who>ent\d+) (?P<place>ent\d+) \.")
 
@@ -223,6 +213,7 @@ def read(task: Task) -> tuple[dict[tuple[str, str], list[str]], dict[str, str]]:
 
 
 def answered(task: Task) -> str:
+    """By a reader that only reads."""
     told, places = read(task)
     words = task.question.split()[1:-1]
     if words[0] == "@":
@@ -254,12 +245,8 @@ def test_the_last_move_is_not_the_only_one() -> None:
         assert sum(move["who"] == who for s in task.segments for move in MOVE.finditer(s)) >= 2
 
 
-# -- natural families ------------------------------------------------------------------------------
-
-
 def natural(name: str, count: int) -> list[Task]:
-    family = FAMILIES[name]
-    return family.make(Source(None), 0, count, family.documents, family.tokens)
+    return in_english(name, count, FAMILIES[name].documents, FAMILIES[name].tokens)
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
@@ -278,25 +265,19 @@ def test_the_gold_answer_stands_once_in_what_is_read(name: str) -> None:
 
 
 def test_what_two_hops_updates_and_prices_ask_for() -> None:
-    # Two hops stand in two documents.
     for task in natural("hops", 20):
-        found = re.match(
-            r"In which office does (.+) work, and what is the (.+) of that office", task.question
-        )
+        found = re.match("In which office does (.+) work, and what is the (.+) of that office", task.question)
         assert found is not None
         [works] = [s for s in task.segments if f"{found[1]} works in the " in s]
         city = re.search(rf"{found[1]} works in the (\w+) office", works)
         assert city is not None
-        [tells] = [
-            s for s in task.segments if f"The {found[2]} of the {city[1]} office is {task.answers[0]}." in s
-        ]
+        told = f"The {found[2]} of the {city[1]} office is {task.answers[0]}."
+        [tells] = [s for s in task.segments if told in s]
         assert tells != works
-    # The last change is asked for.
     for task in natural("updates", 10):
         rooms = [re.findall(r"was moved to room (\d+)\.", s) for s in task.segments]
         assert all(len(found) == 1 for found in rooms)
         assert rooms[-1] == [task.answers[0]]
-    # Prices are told once.
     for task in natural("prices", 10):
         told = [p for s in task.segments for p in re.findall(r"The price of the (\w+) is (\d+) dollars", s)]
         assert len(dict(told)) == len(told) == 8
@@ -311,7 +292,6 @@ def test_texts_go_on_where_their_pieces_end() -> None:
     for task in natural("mixed", 10):
         ends = [f"{s.strip()} {task.continuation}" for s in task.segments]
         assert sum(any(end in text for text in joined.values()) for end in ends) == 1
-    # Installed texts are prose.
     found = installed_texts()
     assert len(found.texts) >= 40 and len(found.digest) == 16
     assert not any("vllm-hypic" in text.name for text in found.texts)
@@ -321,17 +301,14 @@ def test_texts_go_on_where_their_pieces_end() -> None:
 
 
 def test_shapes_that_cannot_be_filled() -> None:
-    for name, documents, tokens, says in (
-        ("facts", 41, 64, "41 documents: expected 2 to 40"),
-        ("in-order", 100, 1000, "are installed on this machine"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            FAMILIES[name].make(Source(None), 0, 1, documents, tokens)
+    with pytest.raises(ValueError, match="41 documents: expected 2 to 40"):
+        in_english("facts", 1, 41, 64)
+    with pytest.raises(ValueError, match="are installed on this machine"):
+        in_english("in-order", 1, 100, 1000)
 
-
-# -- files in LongBench's format ---------------------------------------------------------------------
 
 LINE = {"input": "Who?", "context": "One two.\n\nThree four five.\nSix.", "answers": ["Ann", "Bob"]}
+"""Of a file in LongBench's format."""
 
 
 def data(folder: Path, *lines: object) -> Path:
@@ -341,19 +318,16 @@ def data(folder: Path, *lines: object) -> Path:
 
 
 def test_lines_become_tasks(tmp_path: Path) -> None:
-    # A line becomes a task.
     [task, other] = longbench.read(data(tmp_path, LINE, "", {**LINE, "dataset": "hotpotqa"}), words=3)
     assert task.segments == ("One two.\n\n", "Three four five.\n", "Six.")
     assert task.question.endswith("Question: Who?\nAnswer:")
     assert task.answers == ("Ann", "Bob")
     assert (task.family, other.family) == ("mine", "hotpotqa")
     assert task.answer_tokens == longbench.SPARE_TOKENS + longbench.TOKENS_PER_WORD
-    # Classes and summaries.
     lines = [{**LINE, "all_classes": ["Sun", "Moon"]}, {**LINE, "input": " ", "all_classes": None}]
     classes, summary = longbench.read(data(tmp_path, *lines))
     assert "Answer with one of: Sun, Moon." in classes.question
     assert longbench.SUMMARISE in summary.question
-    # No more than asked for is read.
     path = data(tmp_path, LINE, LINE, "not JSON")
     assert len(longbench.read(path, limit=2)) == 2
     with pytest.raises(DataError, match="line 3"):
