@@ -79,8 +79,6 @@ REFUSED = [
     ("soak --json /nowhere/x.json", "there is no folder"),
     (f'tiers --model {EXAMPLE / "model"} --hypic \'{{"store": {{"tiers": []}}}}\'', "brings its own store"),
 ]
-
-
 FAULTY = [
     ("eviction --trace bad.jsonl", "bad.jsonl:1: no JSON"),
     ("prefix --simulate --trace none.json", "none.json: has no requests"),

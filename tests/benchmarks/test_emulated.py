@@ -30,17 +30,13 @@ def prompt_of(*lengths: int) -> Prompt:
     return Prompt(head, tuple(documents), question)
 
 
-@torch.inference_mode()
-def expected(folder: Path, prompt: Prompt) -> torch.Tensor:
-    """Scores of the first token by transformers' own forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model(input_ids=torch.tensor([prompt.plain()])).logits[0, -1]
-
-
 def test_all_rows_again_are_full_recompute(folder: Path, model: Dense) -> None:
     composed = Composed(model, prompt := prompt_of(5, 30, 17, 23, 9), None)
     scores, ids = composed.answer(None, TOKENS)
-    assert (scores - expected(folder, prompt)).abs().max() < CLOSE
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([prompt.plain()])).logits[0, -1]
+    assert (scores - expected).abs().max() < CLOSE
     again, same = composed.answer(range(5, composed.end), TOKENS)
     assert (again - scores).abs().max() < CLOSE
     assert same == ids
@@ -85,8 +81,7 @@ def test_criteria_find_what_they_are_about(model: Dense) -> None:
 def test_refuses_what_it_does_not_emulate(tmp_path: Path) -> None:
     folder = save_attention_model(tmp_path, dtype=torch.float32)
     config = folder / "config.json"
-    config.write_text(
-        config.read_text().replace('"rope_type": "default"', '"rope_type": "linear", "factor": 2.0')
-    )
+    linear = '"rope_type": "linear", "factor": 2.0'
+    config.write_text(config.read_text().replace('"rope_type": "default"', linear))
     with pytest.raises(ValueError, match="plain, whole RoPE"):
         Dense(str(folder))

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from commands import measured, run
+from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,12 +19,9 @@ from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.lru import LruPolicy
 
-# -- traces
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_are_seeded_in_order_and_survive_their_file(kind, tmp_path):
-    # Traces are seeded and in order.
     trace = generate(kind, 300, seed=1)
     assert trace == generate(kind, 300, seed=1) != generate(kind, 300, seed=2)
     assert len(trace) == 300
@@ -34,13 +31,11 @@ def test_traces_are_seeded_in_order_and_survive_their_file(kind, tmp_path):
     for request in trace:
         for key, tokens in request.records():
             assert lengths.setdefault(key, tokens) == tokens >= 1
-    # A trace survives its file.
     save(tmp_path / "t.jsonl", trace)
     assert load(tmp_path / "t.jsonl") == trace
 
 
 def test_conversations_and_agents_ask_for_what_was_there():
-    # A turn asks for all turns before it.
     turns: dict[str, list[tuple[Segment, ...]]] = {}
     for request in generate("conversations", 400, seed=0):
         turns.setdefault(request.id, []).append(request.segments)
@@ -59,7 +54,6 @@ def test_conversations_and_agents_ask_for_what_was_there():
                 assert mine.setdefault(file, int(version)) == int(version), "changed within a session"
     versions = {(file, v) for mine in newest.values() for file, v in mine.items()}
     assert max(v for _, v in versions) > 2
-    # Tenants share nothing.
     one, other = Request(0, "r", "a", (Segment("s", 3),)), Request(0, "r", "b", (Segment("s", 3),))
     assert dict(one.records()).keys().isdisjoint(dict(other.records()))
     twice = Request(0, "r", "a", (Segment("s", 3), Segment("s", 3)))
@@ -89,9 +83,6 @@ def test_bad_traces_are_refused_with_the_line(lines, message, tmp_path):
         load(path)
 
 
-# -- records
-
-
 def test_records_weigh_what_was_measured():
     """Against docs/benchmarks/cpu/records.json, dead transitions left out."""
     measured = json.loads(Path("docs/benchmarks/cpu/records.json").read_text())["results"]["records"]
@@ -108,8 +99,6 @@ def test_a_long_record_saves_more_per_byte():
         density = [shape.value(n).flops_per_byte for n in (64, 256, 1024, 4096, 16384)]
         assert density == sorted(density) and density[-1] > 4 * density[0]
 
-
-# -- replay
 
 NAMES = [ObjectName(name) for name in "abcd"]
 VALUE = st.builds(CacheValue, st.just(1), st.integers(1, 9).map(float), st.integers(1, 3))
@@ -172,13 +161,11 @@ def test_replay_with_lru_is_lru(accesses, budget):
     held: OrderedDict[str, int] = OrderedDict()
     tokens = 0
     for names in accesses.requests:
-        missing = []
+        missing = [name for name in names if name not in held]
         for name in names:
             if name in held:
                 held.move_to_end(name)
                 tokens += accesses.cache_values[name].tokens
-            else:
-                missing.append(name)
         for name in missing:
             if (size := accesses.cache_values[name].nbytes) <= budget:
                 while sum(held.values()) + size > budget:
@@ -205,16 +192,7 @@ def test_an_ample_cache_keeps_everything():
     assert Saved(0, 0.0) != found.unlimited
 
 
-# -- command
-
-
-def test_command_writes_tables_json_and_plot(tmp_path):
-    options = ["--kind", "rag", "--requests", "60", "--sizes", "0.05,0.3", "--shape", "random-150m"]
-    output, report = measured(tmp_path, "eviction", *options)
-    for part in ("rag", "token hit rate", "FLOPs saved", "below lru: yes"):
-        assert part in output
-    [trace] = report["results"]["traces"]
-    assert trace["requests"] == 60 and len(trace["rows"]) == 2
+def test_command_takes_a_file(tmp_path):
     save(tmp_path / "mine.jsonl", generate("agents", 40, seed=0))
     done = run("eviction", "--trace", tmp_path / "mine.jsonl", "--sizes", "0.2")
     assert done.exit_code == 0 and "mine" in done.output, done.output

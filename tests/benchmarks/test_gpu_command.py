@@ -30,7 +30,6 @@ def test_little_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.gpu.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # PyTorch serves CPUs.
     monkeypatch.delenv(INTERPRET, raising=False)
     assert operators_for(torch.device("cpu")).name == "torch"
 
@@ -44,12 +43,8 @@ def test_kernels(tmp_path: Path) -> None:
     assert written["results"]["aims"] == []
     assert written["results"]["rates"]["copy"] > 0
     span, delta = (written["results"]["kernels"][name] for name in ("span", "delta"))
-    assert {r["kernel"] for r in span} >= {
-        "attention, prefill",
-        "attention, decode",
-        "merge",
-        "gather of pages",
-    }
+    kernels = {"attention, prefill", "attention, decode", "merge", "gather of pages"}
+    assert kernels <= {r["kernel"] for r in span}
     assert {r["kernel"] for r in delta} >= {"scan with T (capture)", "compose, records and seams"}
     for row in span + delta:
         assert row["floor"]["seconds"] > 0 and len(row["seconds"]["ours"]["values"]) == 2
@@ -77,13 +72,11 @@ def test_what_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("gpu", "copies", "--device", "cpu")
     assert done.exit_code == 1
     assert "correctness gate: the record that came is not the one that left" in done.output
-    # Kernels that err are not timed.
     monkeypatch.setattr(kernels_module, "run_checks", lambda *_: WRONG)
     done = run("gpu", "kernels", "--device", "cpu")
     assert done.exit_code == 1
     assert "correctness gate: merge, case: 0.5" in done.output and "other" not in done.output
     assert "TFLOP" not in done.output
-    # A model that errs is not timed.
     monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
     done = run("gpu", "model", "--device", "cpu")
     assert done.exit_code == 1

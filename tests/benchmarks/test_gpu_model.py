@@ -113,7 +113,6 @@ def test_the_oracle_agrees_with_full_recompute_where_it_must(stack: Stack) -> No
     assert relative(composed.states[0], full.states[0]) < 1e-12
     assert relative(composed.states[2], full.states[2]) > 1e-3
     # A prefix's logits do not depend on what follows: full recompute of it gives the same.
-    tokens = tokens_of(PROMPT)
     one = oracle.full(stack, tokens[:20])
     alone = replace(PROMPT, segments=1, length=20, query=1, window=2)
     # A prompt whose only segment is followed by one token sees the segment as full recompute does.

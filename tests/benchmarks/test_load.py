@@ -60,9 +60,8 @@ def test_serves_searches_and_reports(tmp_path: Path):
     assert f'"pool_bytes": {serve["pool_bytes"]}' in hypic
     assert report["settings"]["trace"]["drawn"]["documents"] == 8
     points = report["results"]["points"]
-    assert [(p["server"], p["rate"]) for p in points] == [
-        *(("stock", 4.0), ("hypic", 4.0), ("hypic", 8.0), ("stock", 8.0)),
-    ]
+    asked = [("stock", 4.0), ("hypic", 4.0), ("hypic", 8.0), ("stock", 8.0)]
+    assert [(p["server"], p["rate"]) for p in points] == asked
     assert [p["first_request"] for p in points] == [6, 6, 12, 12]
     for point in points:
         assert point["ends"] == {"done": 6} and not point["errors"] and not point["replayed"]
@@ -171,9 +170,8 @@ def test_both_servers_get_the_same_requests(two: tuple[Fake, Fake], tmp_path: Pa
     lengths = {tuple(prompt): r.output_tokens for prompt, r in zip(expected, trace.requests, strict=True)}
     assert all(body["max_tokens"] == lengths[tuple(body["prompt"])] for body in stock.streamed)
     points = report["results"]["points"]
-    assert [(p["server"], p["rate"]) for p in points] == [
-        *(("stock", 40.0), ("hypic", 40.0), ("hypic", 80.0), ("stock", 80.0)),
-    ]
+    order = [("stock", 40.0), ("hypic", 40.0), ("hypic", 80.0), ("stock", 80.0)]
+    assert [(p["server"], p["rate"]) for p in points] == order
     assert [p["prompt_tokens"] for p in points[::3]] == [sum(map(len, expected[i : i + 4])) for i in (3, 7)]
     assert all(p["cached_tokens"] == 4 * 5 for p in points)
     assert report["results"]["sustained"] == [] == report["results"]["ratios"]
@@ -225,7 +223,6 @@ def test_failures_are_told_and_have_no_figures(in_thread: None, tmp_path: Path):
     [point] = json.loads(path.read_text())["results"]["points"]
     assert point["ends"] == {"done": 2, "failed": 2}
     assert point["ttft_s"] is None and not point["within"] and point["errors"] == ["Internal Server Error"]
-    # A failure in the warm up stops the run.
     with Fake(fails_from=GATE) as server:
         done = run("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
     says = "correctness gate: x: 3 of 3 requests failed: Internal Server Error"
@@ -239,7 +236,6 @@ def test_answers_that_end_early_or_never_have_failed(in_thread: None, monkeypatc
         [one, other] = Bench(server.url, "fake").run(asked)
     assert (one.end, one.error) == (End.FAILED, "3 of 4 tokens came")
     assert (other.end, other.error) == (End.FAILED, "7 of 8 tokens came")
-    # Slow answers are given up.
     monkeypatch.setattr(bench_serve, "START_S", 1.0)
     with Fake(wait_s=6.0) as server:
         [outcome] = Bench(server.url, "fake", timeout_s=0.5).run([TimedRequest(0.0, [1], 1)])
@@ -247,7 +243,6 @@ def test_answers_that_end_early_or_never_have_failed(in_thread: None, monkeypatc
 
 
 def test_requests_arrive_when_they_are_due_or_a_few_at_a_time(in_thread: None):
-    # Requests arrive when they are due.
     # A loop that waits for an answer would send the second after two seconds. Machines may be busy.
     schedule = [TimedRequest(0.5 + 0.1 * i, [7] * (i + 1), 2) for i in range(6)]
     with Fake(wait_s=2.0) as server:
@@ -259,7 +254,6 @@ def test_requests_arrive_when_they_are_due_or_a_few_at_a_time(in_thread: None):
     assert [o.prompt_tokens for o in outcomes] == [*range(1, 7)]
     assert all(0 <= o.late < 0.8 and o.sent == pytest.approx(o.scheduled + o.late) for o in outcomes)
     assert all(o.ttft >= 2.0 + o.late and o.ended > o.sent + 2.0 and len(o.gaps) == 1 for o in outcomes)
-    # A few at a time.
     with Fake(wait_s=0.05) as server:
         outcomes = Bench(server.url, "fake").run([TimedRequest(0.0, [i], 1) for i in range(7)], at_once=3)
     assert server.most_working == 3 and [o.end for o in outcomes] == [End.DONE] * 7
@@ -283,26 +277,22 @@ def test_a_server_without_counts_is_never_overdue():
 
 
 def test_servers_that_fail_the_gate_stop_the_run():
-    # Answers that change stop the run.
     with Fake(steady=False) as server:
         done = run("load", "--url", f"hypic={server.url}", *FEW, "--rates", "50")
         assert not server.streamed  # nothing was measured
     assert done.exit_code == 1
     assert "correctness gate: hypic: the same prompt" in done.output and "other logprobs" in done.output
-    # A server that refuses stops the run.
     with Fake(fails_from=0) as server:
         done = run("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
     assert done.exit_code == 1 and "/v1/completions: HTTP 500: " in done.output
-    # Nobody is there.
     done = run("load", "--url", "x=http://127.0.0.1:9", *FEW)
     assert done.exit_code == 1 and "http://127.0.0.1:9/v1/models" in done.output
 
 
 def test_a_separator_that_is_no_single_token_is_refused(two: tuple[Fake, Fake]):
     stock, hypic = two
-    done = run(
-        "load", *urls(stock, hypic), "--separator", "stock=<|hypic_sep|>", "--separator", "hypic=# #", *FEW
-    )
+    separators = ("--separator", "stock=<|hypic_sep|>", "--separator", "hypic=# #")
+    done = run("load", *urls(stock, hypic), *separators, *FEW)
     assert done.exit_code == 1 and "its tokenizer knows no separator '# #'" in done.output
 
 
@@ -389,9 +379,7 @@ def test_finds_the_capacity(capacity: float, precision: float):
 
 
 def test_probes_are_few_and_limited():
-    # Few probes are enough near the start.
     assert len(searched(RateSearch(0.17, 1.1), 0.2).tried) == 5
-    # Probes are limited.
     search = searched(RateSearch(1.0, 1.01, probes=4), 5.0)
     assert len(search.tried) == 4
     assert search.sustained <= 5.0 < search.failed
@@ -436,7 +424,6 @@ def test_runs_of_lmcaches_tool_become_ratios_and_shares() -> None:
     assert a_run(TEXT, 1.0, cached=2 * 218).reused(WORKLOAD) == 0
     assert a_run(TEXT, 1.0, cached=2 * 218 + 9000).reused(WORKLOAD) == pytest.approx(0.9)
     assert a_run(None, 1.0, cached=0).reused(WORKLOAD) == 0
-    # Other prompts fail the gate.
     with pytest.raises(GateFailed, match=r"5217.*on text, on stock"):
         require_same_prompts([a_run(None, 1.0), a_run(TEXT, 1.0, prompt=5217)])
 

@@ -1,6 +1,7 @@
 """``benchmarks prefix``: traces, replay against a plain model of it, the bound, the command."""
 
 import json
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +34,7 @@ def contents(of: Turn) -> list[tuple[str, int]]:
 
 
 def alike(one: list, other: list) -> int:
-    return next(
-        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 @pytest.mark.parametrize("kind", PREFIX_KINDS)
@@ -109,11 +108,17 @@ def test_files_of_three_forms(tmp_path: Path):
     assert block_tokens(SHAPES["qwen3.5-35b-a3b"]) == 1056 and block_tokens(SHAPES["marconi-7b"]) == 64
 
 
-def test_command_writes_tables_json_and_plot(tmp_path: Path):
-    options = ["--simulate", "--kind", "rag", "--requests", "40", "--sizes", "0.05,0.3", "--block-32"]
-    output, report = measured(tmp_path, "prefix", *options, "--shape", "random-150m")
-    for part in ("rag", "token hit rate", "FLOPs saved", "block-32", "oracle"):
-        assert part in output
+SMALL = ("--kind", "rag", "--requests", 40, "--sizes", "0.05,0.3", "--shape", "random-150m")
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [(("eviction",), {"below lru: yes"}), (("prefix", "--simulate", "--block-32"), {"block-32", "oracle"})],
+    ids=["eviction", "prefix"],
+)
+def test_commands_write_tables_json_and_plot(tmp_path: Path, command: tuple[str, ...], parts: set[str]):
+    output, report = measured(tmp_path, *command, *SMALL)
+    assert all(part in output for part in parts | {"rag", "token hit rate", "FLOPs saved"})
     [trace] = report["results"]["traces"]
     assert trace["requests"] == 40 and len(trace["rows"]) == 2
 

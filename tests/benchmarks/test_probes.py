@@ -17,10 +17,10 @@ from benchmarks.probes.engine_calls import Observation
 from benchmarks.probes.engine_pair import MethodRun, Probe, PromptRuns, make_prompts, require_long
 from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
 from vllm_hypic.eval.estimates import relative
-from vllm_hypic.eval.methods import FULL, link_method
+from vllm_hypic.eval.methods import link_method
 from vllm_hypic.harness.fidelity import distance
 from vllm_hypic.harness.generators import EXAMPLE, find_generator
-from vllm_hypic.harness.prompts import Prompt, Writer
+from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.settings import EngineSettings
 
 
@@ -29,11 +29,7 @@ def probe(*methods: str) -> Probe:
     return Probe(settings, tuple(map(link_method, methods)), prompts=2, seed=0, noise_chunk=200)
 
 
-# -- drift -------------------------------------------------------------------------------------------
-
-
 def test_deviations_are_relative() -> None:
-    # Relative difference.
     reference = np.array([[3.0, 0.0], [0.0, 4.0]], dtype=np.float32)
     assert relative(reference, reference) == 0
     assert relative(2 * reference, reference) == pytest.approx(1)
@@ -66,12 +62,12 @@ def run(value: Observation, gap: float = 0.0) -> MethodRun:
 
 def test_drift_is_told_by_method_and_by_layer() -> None:
     prompt = Prompt((1,), ((2,),), (3,))
-    prompts_runs = [
+    runs = [
         PromptRuns(prompt, seen(1, 2), run(seen(1, 2.002)), (run(seen(1.01, 3), 0.25), run(seen(2, 2), 1.0))),
         PromptRuns(prompt, seen(1, 4), run(seen(1, 4.004)), (run(seen(1.03, 6), 0.75), run(seen(2, 4), 1.0))),
     ]
     truths = [np.full((1, 2, 2), 1.0), np.full((1, 2, 2), 2.0)]
-    full, noise, one, other = aggregate(["full", "noise", "one", "other"], prompts_runs, truths)
+    full, noise, one, other = aggregate(["full", "noise", "one", "other"], runs, truths)
     assert [m.value for m in full.states] == [0, 0]
     assert full.truth is not None and full.truth.value == pytest.approx((0 + 0.5) / 2)
     assert [m.value for m in noise.states] == pytest.approx([0, 0.001], abs=1e-6)
@@ -84,9 +80,6 @@ def test_drift_is_told_by_method_and_by_layer() -> None:
     dense = replace(seen(), states=[])
     [full, _] = aggregate(["full", "noise"], [PromptRuns(prompt, dense, run(dense), ())], None)
     assert full.states == () and len(full.hidden) == 1 and full.truth is None
-
-
-# -- attention ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 96, 128, 1000])
@@ -105,9 +98,6 @@ def test_a_profile_counts_distances_from_either_end() -> None:
     assert [m.value for m in found.head[:3]] == [129, 128, 126.5]
     assert [m.value for m in found.tail[:3]] == [2, 3, 4.5]
     assert found.middle.value == pytest.approx(falling[32:96].mean() + 1)
-
-
-# -- dtype -------------------------------------------------------------------------------------------
 
 
 def inputs(tokens: int, *, heads: int = 2, size: int = 8) -> DeltaTokens:
@@ -134,16 +124,7 @@ def test_exact_summaries_compose_to_the_exact_state(head: int, tail: int) -> Non
     assert relative(dtype.compose(whole, bounds, inner, naive).numpy(), truth) > 0.1
 
 
-# -- options and prompts -----------------------------------------------------------------------------
-
-
-def test_reused_tokens_are_interiors_that_have_a_record() -> None:
-    prompt = Writer(range(10, 400), 0).prompt(3, 64, head=40, question=9)
-    assert link_method("hypic-8").reusable(prompt, 32) == 40 + 3 * 48
-    assert link_method("epic-16").reusable(prompt, 32) == 40 + 3 * 48
-    assert link_method("hypic-8").reusable(prompt, 41) == 3 * 48
-    assert FULL.reusable(prompt, 32) == 0
-    # Segments that would not be reused are refused.
+def test_segments_that_would_not_be_reused_are_refused() -> None:
     require_long(probe("hypic-16", "epic-32"), 64)
     with pytest.raises(click.UsageError, match="hypic-17 recomputes 34 of them"):
         require_long(probe("hypic-8", "hypic-17"), 64)

@@ -108,9 +108,8 @@ def test_attention_finds_deviations_at_heads_and_none_in_seams(pair: EnginePair)
 
 def test_dtypes_are_told_apart_below_the_noise(pair: EnginePair) -> None:
     found = {r.name: r for r in dtype.measure(pair, SEGMENTS, TOKENS, 8)}
-    fp32, fp16, bf16 = (
-        found[f"exact, T {t}, S float32"].error.value for t in ("float32", "float16", "bfloat16")
-    )
+    exact = (found[f"exact, T {dtype}, S float32"] for dtype in ("float32", "float16", "bfloat16"))
+    fp32, fp16, bf16 = (row.error.value for row in exact)
     assert fp32 < 1e-7 and 4 * fp16 < bf16
     assert 10 * fp32 < fp16 < 2e-4
     records = found["engine's records, T float16, S float32"]

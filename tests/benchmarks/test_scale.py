@@ -48,9 +48,6 @@ def one(segments, cluster, costs=PLAIN):
     return simulate([Request.of(0.0, segments, costs)], cluster, costs).times[0]
 
 
-# -- closed forms
-
-
 @given(segment_lists, policies, st.booleans())
 def test_one_worker_takes_the_sum(segments, policy, pipelined):
     assert one(segments, Cluster(1, policy, pipelined)).ttft_s == sum(segments)
@@ -135,7 +132,6 @@ def test_router_and_combine_node_serve_one_request_at_a_time():
     assert second.first_token_s == first.first_token_s + 2 > second.received_s + 2
     apart = simulate(requests, Cluster(8, combiners=2), ROUTED).times
     assert apart[1].first_token_s == apart[1].received_s + 2
-    # A request with nothing to prefill is only combined.
     assert one([], Cluster(2), ROUTED).ttft_s == 0.25 + 0.5 + 2, "nothing to prefill: only combined"
 
 
@@ -160,9 +156,6 @@ def test_work_is_conserved(arrivals, workers, policy, pipelined):
     assert max(outcome.busy_s) <= max((times.prefilled_s for times in outcome.times), default=0) + 1e-9
 
 
-# -- monotony
-
-
 @given(segment_lists, worker_numbers, policies, st.booleans())
 def test_more_of_anything_is_never_slower(segments, workers, policy, pipelined):
     slow = dataclasses.replace(ROUTED, link_bytes_s=3, ingress_bytes_s=6, round_trip_s=0.25)
@@ -179,9 +172,6 @@ def test_more_of_anything_is_never_slower(segments, workers, policy, pipelined):
     assert lpt == sorted(lpt, reverse=True)
     ways = [one(segments, Cluster(workers, policy, p), slow).prefilled_s for p in (True, False)]
     assert ways[0] <= ways[1]
-
-
-# -- queues
 
 
 def test_one_worker_is_lindleys_queue():
@@ -205,7 +195,6 @@ def test_arrivals_are_poisson_and_lengths_log_normal():
     requests = poisson([Request.of(0.0, [1], PLAIN)] * 40_000, 0.7, seed=3)
     waits = [t.ttft_s - 1 for t in simulate(requests, Cluster(1), PLAIN).times]
     assert statistics.fmean(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
-    # Lengths are log normal and cut off.
     drawn = Lengths(1340, 0.9).draw(5000, random.Random(0))
     assert min(drawn) == 256 and max(drawn) == 8192
     assert statistics.median(drawn) == pytest.approx(1340, rel=0.05)
@@ -243,9 +232,6 @@ def test_policies_by_hand():
     segments = [8, 4, 4, 1, 1]
     tokens, time = (one(segments, Cluster(2, p), costs).ttft_s for p in (Policy.LPT, Policy.LPT_TIME))
     assert time == 72 < tokens == 74
-
-
-# -- constants
 
 
 def test_the_cpu_preset_is_what_was_measured():
@@ -289,9 +275,6 @@ def test_constants_that_make_no_sense_are_refused(make, says):
         make()
 
 
-# -- what is claimed
-
-
 def test_lpt_reaches_seven_times_on_eight_workers():
     costs = PRESETS["cpu-169m"]
     point = measure(at_once(20, 64, Lengths(1340, 0.9), costs, seed=0), GOAL_WORKERS, costs)
@@ -300,7 +283,6 @@ def test_lpt_reaches_seven_times_on_eight_workers():
     assert turns.speed_up.mean < 0.75 * lpt.speed_up.mean
     assert point.way(Policy.LPT_TIME, False).speed_up.mean < lpt.speed_up.mean
     assert lpt.parts.transfer_s < 0.05 * lpt.parts.dispatch_phase_s
-    # Parts add up to the time.
     costs = PRESETS["hypic-gpu"]
     sample = at_once(5, 12, Lengths(1000, 0.9), costs, seed=0)
     point = measure(sample, 4, costs)
@@ -325,15 +307,10 @@ def test_the_results_in_the_documents_are_those_of_this_code(name):
         assert before["speed_up"]["mean"] == pytest.approx(after.speed_up.mean)
 
 
-def quoted_rows() -> list[list[str]]:
-    """Cells of the page's rows that begin with a preset's name."""
+def test_the_page_quotes_the_speed_ups_of_these_files():
     lines = (DOCS / "segment-parallel.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    return [cells for cells in rows if cells[0] in PRESETS]
-
-
-def test_the_page_quotes_the_speed_ups_of_these_files():
-    quoted = quoted_rows()
+    quoted = [cells for cells in rows if cells[0] in PRESETS]
     assert {(cells[0], int(cells[1])) for cells in quoted} >= {(name, GOAL_WORKERS) for name in PRESETS}
     for name, workers, *figures in quoted:
         points = json.loads((DOCS / "scale" / f"{name}.json").read_text())["results"]["points"]
@@ -343,15 +320,14 @@ def test_the_page_quotes_the_speed_ups_of_these_files():
 
 
 def test_the_page_quotes_the_times_under_load_of_these_files():
-    lines = (DOCS / "segment-parallel.md").read_text().splitlines()
-    matched = [re.fullmatch(r"\| (64|6) segments, (0\.\d) \|(.*)\|", line) for line in lines]
-    quoted = [row for row in matched if row]
+    text = (DOCS / "segment-parallel.md").read_text()
+    quoted = re.findall(r"^\| (64|6) segments, (0\.\d) \|(.*)\|$", text, re.MULTILINE)
     assert len(quoted) == 4
-    for row in quoted:
-        name = "cpu-169m" if row[1] == "64" else "cpu-169m-6-segments"
+    for segments, offered, cells in quoted:
+        name = "cpu-169m" if segments == "64" else "cpu-169m-6-segments"
         loaded = json.loads((DOCS / "scale" / f"{name}.json").read_text())["results"]["loaded"]
-        [point] = (point for point in loaded if point["offered"] == float(row[2]))
-        for cell, way in zip(row[3].split("|"), LOADED_WAYS, strict=True):
+        [point] = (point for point in loaded if point["offered"] == float(offered))
+        for cell, way in zip(cells.split("|"), LOADED_WAYS, strict=True):
             if cell.strip() == "unstable":
                 assert point["p50_s"][way] > 100
                 continue
@@ -371,16 +347,12 @@ def test_under_load_lpt_beats_round_robin():
     assert rows[0].p50_s["lpt by time"] < 0.3 * rows[0].p50_s["whole requests"]
 
 
-# -- the command
-
-
 def test_command_writes_tables_json_and_plot(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "MEDIANS", (700, 1340))
     monkeypatch.setattr(command, "COUNTS", (4, 8))
     small = ["--requests", 3, "--arrivals", 100, "--segments", 10, "--workers", "1,4,8", "--loads", 0.3]
-    (output, one), (_, other) = (
-        measured(tmp_path, "scale", *small, "--set", "compose_segment_s=0") for _ in range(2)
-    )
+    small += ["--set", "compose_segment_s=0"]
+    (output, one), (_, other) = (measured(tmp_path, "scale", *small) for _ in range(2))
     for part in ("speed-up over one instance", "where the time goes", "p99 of the time", "at least 7x"):
         assert part in output
     assert one["results"] == other["results"]

@@ -27,9 +27,7 @@ REFERENCE = Tokens(("a", "b", "c"), (-0.5, -0.7, -0.1), (1.0, 0.05, 2.0))
         ((), (), Verdict.WRONG),
     ],
 )
-def test_only_rounding_may_change_an_answer(
-    ids: tuple[str, ...], logprobs: tuple[float, ...], verdict: Verdict
-):
+def test_only_rounding_may_change_an_answer(ids: tuple, logprobs: tuple, verdict: Verdict):
     found, _ = judge(Tokens(ids, logprobs, REFERENCE.margins), REFERENCE)
     assert found is verdict
 

@@ -48,12 +48,8 @@ def test_stage_of(name: str, inside: str, stage: Stage) -> None:
 
 
 def test_what_no_operator_explains_is_python() -> None:
-    operators = [
-        Operator("aten::mm", "", 0.5, 1),
-        Operator("aten::mul", "", 0.25, 1),
-        Operator("TorchDynamo Cache Lookup", "", 0.05, 1),
-    ]
-    times = by_stage(operators, 1.0)
+    seconds = {"aten::mm": 0.5, "aten::mul": 0.25, "TorchDynamo Cache Lookup": 0.05}
+    times = by_stage([Operator(name, "", s, 1) for name, s in seconds.items()], 1.0)
     assert times[Stage.PYTHON] == pytest.approx(0.25)
     assert sum(times.values()) == pytest.approx(1.0)
 
@@ -63,7 +59,4 @@ def test_operators_of_several_requests_are_averaged() -> None:
         Profile(1.0, [Operator("aten::mm", "", s, 4), Operator("aten::bmm", GDN, 10.0, 2)], None)  # type: ignore[arg-type]
         for s in (1.0, 3.0)
     ]
-    assert mean_operators(profiles) == [
-        Operator("aten::bmm", GDN, 10.0, 2),
-        Operator("aten::mm", "", 2.0, 4),
-    ]
+    assert mean_operators(profiles) == [Operator("aten::bmm", GDN, 10.0, 2), Operator("aten::mm", "", 2.0, 4)]

@@ -65,11 +65,7 @@ def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> No
         NoSuchOption(tmp_path).start()
 
 
-ROWS = [
-    RecordPlace("stock", "stock"),
-    RecordPlace("pool", "pool"),
-    RecordPlace("memory", "memory", "memory"),
-]
+ROWS = [RecordPlace("stock", "stock"), RecordPlace("pool", "pool"), RecordPlace("memory", "memory", "memory")]
 
 
 def answers(*times: float) -> tiers._Found:
@@ -84,9 +80,7 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     assert memory.over_stock.values == (2, 2.25) and memory.over_pool.values == (2, 2)
     assert memory.bytes_per_s == 200, "300 bytes in 1.5 seconds more than the pool takes"
     assert pool.bytes_per_s is None and stock.bytes_per_s is None
-    # A tier that seems sooner than the pool has no rate.
-    found = {"stock": answers(4), "pool": answers(2), "memory": answers(1)}  # sooner than the pool: no rate
-    found["memory"].read_bytes = 300
+    found["memory"].answers = answers(0.5, 1).answers  # sooner than the pool: no rate
     assert tiers._measured(ROWS, found)[2].bytes_per_s is None
 
 

@@ -1,6 +1,7 @@
 """Generated traces and trace files."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +16,13 @@ TEXT = replace(SMALL, form="text")
 
 def counts(trace: Trace) -> np.ndarray:
     """How often each document is asked for, by rank."""
-    found = dict.fromkeys(trace.documents, 0)
-    for request in trace.requests:
-        for name in request.documents:
-            found[name] += 1
-    return np.array(list(found.values()))
+    found = Counter(name for request in trace.requests for name in request.documents)
+    return np.array([found[name] for name in trace.documents])
 
 
 def test_same_settings_same_trace_and_a_longer_one_starts_with_it():
-    # Same settings same trace.
     assert generate(SMALL) == generate(SMALL)
     assert generate(SMALL) != generate(replace(SMALL, seed=1))
-    # Longer trace starts with the shorter one.
     longer = generate(replace(SMALL, requests=40))
     assert longer.requests[:20] == generate(SMALL).requests
     assert longer.documents == generate(SMALL).documents
@@ -48,14 +44,12 @@ def test_requests_are_what_the_settings_say():
 
 
 def test_popularity_is_zipf_and_arrivals_are_poisson():
-    # Popularity follows Zipf.
     # One document a request: drawn without replacement, the weights are the frequencies.
     one = replace(SMALL, requests=4000, documents=50, per_request=(1, 1), question_tokens=1, min_tokens=1)
     found = counts(generate(one)) / 4000
     expected = 1 / np.arange(1, 51) / np.sum(1 / np.arange(1, 51))
     assert np.abs(found - expected).max() < 0.025  # 3.6 standard deviations of the first
     assert np.abs(counts(generate(replace(one, zipf=0))) / 4000 - expected).max() > 0.1
-    # Arrivals are Poisson.
     trace = generate(replace(SMALL, requests=3000, rate=4.0, question_tokens=1))
     gaps = np.diff([0.0, *(r.arrival_s for r in trace.requests)])
     assert abs(gaps.mean() * 4 - 1) < 0.06
@@ -88,7 +82,6 @@ def test_separators_are_all_that_prompts_differ_in():
     assert [i for i in marked if i != 999] == plain
     assert len(marked) == len(plain) + len(request.documents) + 1
     assert plain == [i for part in trace.parts(request) for i in part]
-    # Text prompts have the same content.
     trace = generate(TEXT)
     request = trace.requests[3]
     plain, marked = trace.prompt(request, None), trace.prompt(request, "<|sep|>")
@@ -97,15 +90,13 @@ def test_separators_are_all_that_prompts_differ_in():
     # The words are the token ids' own.
     same = generate(SMALL)
     assert plain.split() == [f"w{i}" for i in same.prompt(same.requests[3], None)]
-    # A separator of the wrong kind is refused.
     with pytest.raises(TraceError, match="needs the separator's id"):
-        generate(SMALL).prompt(generate(SMALL).requests[0], "<|sep|>")
+        same.prompt(request, "<|sep|>")
     with pytest.raises(TraceError, match="needs the separator's text"):
-        generate(TEXT).prompt(generate(TEXT).requests[0], 7)
+        trace.prompt(request, 7)
 
 
 def test_windows_have_the_rate_asked_for_and_start_again_past_the_end():
-    # Window has exactly the rate asked for.
     trace = generate(SMALL)
     window = trace.window(5, 10, rate=2.0)
     times = [at for at, _ in window]
@@ -114,8 +105,6 @@ def test_windows_have_the_rate_asked_for_and_start_again_past_the_end():
     # The gaps are the trace's own, stretched.
     own = np.diff([r.arrival_s for r in trace.requests[4:15]])
     assert np.allclose(np.diff([0.0, *times]) / own, 5.0 / own.sum())
-    # Window starts again past the end.
-    trace = generate(SMALL)
     window = trace.window(15, 10, rate=1.0)
     assert [r for _, r in window] == [*trace.requests[15:], *trace.requests[:5]]
     times = [at for at, _ in window]

@@ -1,7 +1,5 @@
 """What `vllm-hypic check` says of configurations, against engines and docs/reference/models.md."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -182,26 +180,19 @@ def test_interiors_shorter_than_a_convolution_reaches_are_refused(tmp_path: Path
 RING = {"hidden": 256, "heads": 4, "head_dim": 64, "experts": 8, "layers": 4, "group": 4}
 LIGHTNING = {"lightning attention, 4 heads of 64 x 64": (3, 3 * (4 * 64 * 64 * 4 + 4 * 4))}
 LATENTS, SMALL = "latent attention, rows of 576", "full attention, 2 KV heads of 32"
+DELTA, GLA = "gated delta net, 4 heads of", {"gated linear attention, 4 heads of 16 x 32": 3}
 
 
 @pytest.mark.parametrize(
     ("save", "fields", "kinds"),
     [
-        (save_bailing_model, {"group_size": 3}, {"gated delta net, 4 heads of 32 x 32": 2, LATENTS: 1}),
+        (save_bailing_model, {"group_size": 3}, {f"{DELTA} 32 x 32": 2, LATENTS: 1}),
         (save_ring_model, RING | {"kv_heads": None}, LIGHTNING | {LATENTS: 1}),
         (save_ring_model, RING | {"kv_heads": 2}, LIGHTNING | {FULL: 1}),
-        (
-            save_fla_model,
-            {"kind": "delta_net", "expand_v": 2.0},
-            {"gated delta net, 4 heads of 32 x 64": 2, SMALL: 2},
-        ),
-        (save_fla_model, {"kind": "delta_net", "group": None}, {"gated delta net, 4 heads of 32 x 32": 4}),
+        (save_fla_model, {"kind": "delta_net", "expand_v": 2.0}, {f"{DELTA} 32 x 64": 2, SMALL: 2}),
+        (save_fla_model, {"kind": "delta_net", "group": None}, {f"{DELTA} 32 x 32": 4}),
         (save_fla_model, {"kind": "retnet", "group": None}, {"lightning attention, 4 heads of 32 x 32": 4}),
-        (
-            save_fla_model,
-            {"kind": "gla", "expand_k": 0.5, "group": 4},
-            {"gated linear attention, 4 heads of 16 x 32": 3, SMALL: 1},
-        ),
+        (save_fla_model, {"kind": "gla", "expand_k": 0.5, "group": 4}, GLA | {SMALL: 1}),
     ],
 )
 def test_models_whose_code_is_not_here(
@@ -228,9 +219,7 @@ def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:
     writer.close()
     found = checked(file)
     assert found["architecture"] == "LlamaForCausalLM"
-    assert [(kind["layers"], kind["what"]) for kind in found["kinds"]] == [
-        (3, "full attention, 2 KV heads of 64")
-    ]
+    assert [(kind["layers"], kind["what"]) for kind in found["kinds"]] == [(3, FULL)]
     file.write_bytes(file.read_bytes()[:40])
     done = run(file)
     assert done.returncode == 2 and "transformers cannot read the header" in done.stderr
@@ -270,9 +259,7 @@ def test_the_page_has_what_vllm_registers() -> None:
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 
     found = rows()
-    assert set(_TEXT_GENERATION_MODELS) <= set(found), (
-        "run tools/models_table.py --write docs/reference/models.md"
-    )
+    assert set(_TEXT_GENERATION_MODELS) <= set(found), f"run tools/models_table.py --write {PAGE}"
     for line in found.values():
         if "`tests/" in line:
             assert (ROOT / line.split("`")[3]).is_file(), line
@@ -286,9 +273,8 @@ def told(*architectures: str) -> list[str]:
 
 
 def test_models_that_keep_more_than_records_hold_are_refused_by_name() -> None:
-    qwen, kimi, glm = told(
-        *(f"{name}ForConditionalGeneration" for name in ("Qwen4Exp", "KimiK3", "Glm5Next"))
-    )
+    names = ("Qwen4Exp", "KimiK3", "Glm5Next")
+    qwen, kimi, glm = told(*(f"{name}ForConditionalGeneration" for name in names))
     assert "Qwen4ExpForConditionalGeneration is not supported: it has convolutions over n-grams" in qwen
     assert "KimiK3ForConditionalGeneration is not supported: it has residuals over layers" in kimi
     assert "sparse attention (an indexer" in glm

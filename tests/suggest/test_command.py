@@ -44,10 +44,8 @@ TAGGED = [
 
 def tool(i: int) -> dict[str, Any]:
     properties = {f"part{n}": {"type": "string", "description": prose((i, n), 4)} for n in range(4)}
-    return {
-        "type": "function",
-        "function": {"name": f"tool{i}", "parameters": {"type": "object", "properties": properties}},
-    }
+    function = {"name": f"tool{i}", "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
 
 
 def exchanged_tools() -> list[dict[str, Any]]:
@@ -136,12 +134,11 @@ def test_seams_are_not_reused(run: Callable[..., Any]) -> None:
         candidates = run(separated(), "--json", "--hypic", options)["candidates"]
         return next(c for c in candidates if c["name"] == "off")
 
-    by_seam = [off(4, "none"), off(8, "none"), off(8, "query-20")]
-    segments = 3 * 24
-    cold = 4
-    lost = by_seam[0]["reused_tokens"] - by_seam[1]["reused_tokens"]
+    short, long, islands = off(4, "none"), off(8, "none"), off(8, "query-20")
+    segments, cold = 3 * 24, 4
+    lost = short["reused_tokens"] - long["reused_tokens"]
     assert lost == pytest.approx((segments - cold) * 8, rel=0.05), "a little of it is in the streams' cache"
-    assert by_seam[2]["reuse"] < 0.9 * by_seam[1]["reuse"]
+    assert islands["reuse"] < 0.9 * long["reuse"]
 
 
 def test_batches_and_standard_input_are_read(run: Callable[..., Any]) -> None:
@@ -158,9 +155,8 @@ def test_tenants_share_nothing(run: Callable[..., Any]) -> None:
     apart, together = run(log, "--json"), run([*log, *log], "--json")
     assert apart["tenants"] == together["tenants"] == 4
     assert all(c["reused_tokens"] == 0 for c in apart["candidates"])
-    assert all(
-        c["reuse"] > 0.4 for c in together["candidates"] if c["name"] in ("text", "prefix caching alone")
-    )
+    reuse = {c["name"]: c["reuse"] for c in together["candidates"]}
+    assert min(reuse["text"], reuse["prefix caching alone"]) > 0.4
 
 
 def test_what_has_no_segments_is_not_cut_and_images_are_left_out(run: Callable[..., Any]) -> None:

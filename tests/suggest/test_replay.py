@@ -1,5 +1,6 @@
 """Counts of replayed prompts, by hand, and which of several candidates is recommended."""
 
+from itertools import accumulate, chain, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,8 @@ LEAD, A, B, QUERY = (tuple(range(100 * i, 100 * i + n)) for i, n in enumerate((1
 
 
 def cut(*segments: tuple[int, ...], query: tuple[int, ...] = QUERY) -> ParsedPrompt:
-    ids, spans = LEAD, []
-    for segment in segments:
-        spans.append((len(ids), len(ids) + len(segment)))
-        ids += segment
-    return cut_prompt(ids + query, tuple(spans))
+    ends = list(accumulate(map(len, segments), initial=len(LEAD)))
+    return cut_prompt((*LEAD, *chain(*segments), *query), tuple(pairwise(ends)))
 
 
 def replay(link: str = "hypic", **options: int) -> Replay:
@@ -73,8 +71,6 @@ def test_tenants_and_uncut_prompts_have_caches_of_their_own() -> None:
         ([("text", 3, 0.50), ("prefix caching alone", 0, 0.49)], "prefix caching alone"),
     ],
 )
-def test_the_simplest_within_two_points_of_the_best(
-    candidates: list[tuple[str, int, float]], right: str
-) -> None:
+def test_the_simplest_within_two_points_of_the_best(candidates: list[tuple], right: str) -> None:
     found = [SimpleNamespace(name=n, rank=r, replay=SimpleNamespace(reuse=u)) for n, r, u in candidates]
     assert recommended(found).name == right

@@ -25,6 +25,8 @@ from vllm_hypic.tune.prompts import (
 from vllm_hypic.tune.training import Schedule, Training, mean_kl
 
 CLOSE = 1e-4
+Texts = tuple[Documents, Documents]
+"""What is trained on, and what is held out."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,11 @@ def training_of(model: Dense, texts: tuple[Documents, Documents], steps: int, ra
     return Training(model, start, texts[0], held_out_prompts(texts[1], 2), schedule)
 
 
-def test_prompts(texts: tuple[Documents, Documents], folder: Path, documents: Path, tmp_path: Path) -> None:
+def stands_in(documents: Documents, run: tuple[int, ...]) -> bool:
+    return any(run == text[i : i + len(run)] for text in documents.texts for i in range(len(text)))
+
+
+def test_prompts(texts: Texts, folder: Path, documents: Path, tmp_path: Path) -> None:
     train, held_out = texts
     assert len(train.texts) == 16 and len(held_out.texts) == 4
     assert not set(train.texts) & set(held_out.texts)
@@ -73,16 +79,10 @@ def test_prompts(texts: tuple[Documents, Documents], folder: Path, documents: Pa
     for _ in range(20):
         prompt = train.prompt(rng, in_order=True)
         run = (*(t for piece in prompt.pieces for t in piece), *prompt.query)
-        assert any(
-            run == text[i : i + len(run)] for text in train.texts for i in range(len(text) - len(run) + 1)
-        )
+        assert stands_in(train, run)
         prompt = train.prompt(rng, in_order=False)
         assert {len(piece) for piece in prompt.pieces} == {PIECE_TOKENS} and len(prompt.query) == QUERY_TOKENS
-        goes_on = [(*piece, *prompt.query) for piece in prompt.pieces]
-        found = [
-            any(run == t[i : i + len(run)] for t in train.texts for i in range(len(t))) for run in goes_on
-        ]
-        assert sum(found) == 1
+        assert sum(stands_in(train, (*piece, *prompt.query)) for piece in prompt.pieces) == 1
     assert held_out_prompts(held_out, 3) == held_out_prompts(held_out, 3)
     (tmp_path / "one.txt").write_text((documents / "inside" / "0.txt").read_text())
     with pytest.raises(ValueError, match="1 texts of 896 tokens or more: expected at least 20"):
@@ -101,9 +101,7 @@ def test_a_record_behind_its_own_lead_is_exact(model: Dense, texts: tuple[Docume
         assert (training.composed(prompt, None) - training.teacher(prompt)).abs().max() > 100 * CLOSE
 
 
-def test_training_helps_on_texts_that_it_has_not_seen(
-    model: Dense, texts: tuple[Documents, Documents]
-) -> None:
+def test_training_helps_on_texts_that_it_has_not_seen(model: Dense, texts: Texts) -> None:
     training = training_of(model, texts, 60, rate=0.02)
     while not training.done:
         training.advance()
@@ -128,9 +126,8 @@ def test_goes_on_where_it_was(model: Dense, texts: tuple[Documents, Documents], 
 
 
 def tune(folder: Path, documents: Path, output: Path, *options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(
-        main, ["tune", str(folder), "--documents", str(documents), "--output", str(output), *options]
-    )
+    arguments = [str(folder), "--documents", str(documents), "--output", str(output), *options]
+    result = CliRunner().invoke(main, ["tune", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     return result.exit_code, result.output
 
@@ -149,23 +146,17 @@ def test_command(folder: Path, documents: Path, tmp_path: Path) -> None:
     assert read_learned(output).digest != changed or output.read_bytes()[-1:] == b"\0"
 
 
-def test_command_refuses_what_does_not_help_and_bad_input(
-    folder: Path, documents: Path, tmp_path: Path
-) -> None:
+def test_command_refuses_what_does_not_help(folder: Path, documents: Path, tmp_path: Path) -> None:
     output = tmp_path / "context.safetensors"
+    useless = ("--steps", "1", "--checks", "1", "--rate", "0")
     for arguments, expected, says in (
-        (
-            (folder, documents, output, "--steps", "1", "--checks", "1", "--rate", "0"),
-            1,
-            "training did not help",
-        ),
+        ((folder, documents, output, *useless), 1, "training did not help"),
         ((folder, documents, tmp_path / "x.bin"), 2, "expected a name that ends in .safetensors"),
         ((folder, tmp_path, output), 2, "expected at least 20"),
         ((tmp_path, documents, output), 2, str(tmp_path)),
     ):
         code, said = tune(*arguments)
         assert code == expected and says in said and not output.exists()
-    # Files that are none.
     for content in (None, b"", b"\x02\0\0\0\0\0\0\0{}", b"\xff" * 40):
         if content is not None:
             output.write_bytes(content)
