@@ -8,26 +8,13 @@ from typing import Any
 import pytest
 
 from vllm_hypic.connector.build import warn_of_little_room
-from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.queue import PendingQueue
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.primitives.plan import PromptPlan
 
-from .test_scheduler_store import DOCUMENTS, IDS, QUERY, compute, end, pin, side
-
-
-def plan(on: SchedulerSide, *documents: int, tenant: str = "a") -> PromptPlan:
-    tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
-    planned = on.planner.plan(PlanRequest([*tokens, IDS.sep, *QUERY], None, tenant, None))
-    assert planned is not None
-    return planned
-
-
-def admit(on: SchedulerSide, name: str, *documents: int, tenant: str = "a", priority: int = 0) -> None:
-    on.admit(name, plan(on, *documents, tenant=tenant), tenant=tenant, priority=priority)
+from .test_scheduler_store import admit, compute, end, pin, plan, side
 
 
 def small(segments: int, **options: Any) -> SchedulerSide:

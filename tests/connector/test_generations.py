@@ -11,8 +11,8 @@ from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey, segment_key
 
-from . import test_scheduler_transfer as transfer
-from .test_scheduler_store import admit, end, fetched, say, side, step
+from .test_scheduler_store import admit, end, fetched, next_orders, say, side, step
+from .test_scheduler_transfer import ELSEWHERE, parallel_side, pushes
 
 
 def running(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
@@ -81,8 +81,7 @@ def test_a_running_request_ends_with_its_records_and_a_new_one_gets_others() -> 
 def test_what_is_being_computed_serves_only_who_waited_for_it() -> None:
     on = side()
     (old,) = admit(on, "old", 0)
-    on.pump()
-    say(on, missed=tuple(p.serial for p in fetched(step(on))))
+    say(on, missed=tuple(p.serial for p in fetched(next_orders(on))))
     (job,) = on.pump()
     on.reset("2")
     [plan] = on.views.captures(job.request_id)
@@ -137,20 +136,20 @@ def test_pins_and_expiries_hold_in_every_generation() -> None:
 
 def test_a_delivery_that_was_not_begun_fails() -> None:
     """Its record may be of the new weights, and would arrive under the name of the old ones."""
-    on = transfer.parallel_side()
-    transfer.admit(on, "old", 0, query=False, hypic_push_to=transfer.ELSEWHERE)
+    on = parallel_side()
+    admit(on, "old", 0, query=False, hypic_push_to=ELSEWHERE)
     (job,) = on.pump()
     on.reset("2")
     end(on, job)
     assert on.over("old")
     fault = on.push_fault("old")
     assert fault is not None and "may be of outdated weights" in fault
-    assert transfer.pushes(step(on)) == []
+    assert pushes(step(on)) == []
     end(on, "old")
-    transfer.admit(on, "new", 0, query=False, hypic_push_to=transfer.ELSEWHERE)
+    admit(on, "new", 0, query=False, hypic_push_to=ELSEWHERE)
     (job,) = on.pump()
     end(on, job)
-    assert not on.over("new") and len(transfer.pushes(step(on))) == 1, "segment parallelism goes on"
+    assert not on.over("new") and len(pushes(step(on))) == 1, "segment parallelism goes on"
 
 
 @pytest.mark.parametrize("tiers", [True, False])

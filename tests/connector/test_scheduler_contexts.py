@@ -10,11 +10,10 @@ from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import SegmentKey
 
-from .test_scheduler_side import DOCUMENT, LEAD, admit, side
+from .test_scheduler_side import DOCUMENT, LEAD, PROMPT, admit, side
 from .test_scheduler_store import IDS, QUERY, STORE, end, fetched, say, step
 
 TEXT = tuple(range(500, 512))
-PROMPT = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
 
 
 def with_text(**options: Any) -> SchedulerSide:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 from unittest import TestCase
@@ -48,9 +48,8 @@ def steps_for(requests: int) -> int:
     return 24 * requests + 24
 
 
-DISTURBANCES = {name: 2 for name in ("abort", "pin", "unpin", "delete", "expire", "time_passes")}
-DISTURBANCES |= {"reset": 1, "restart": 1}
-"""Events of which some happen in a run, and how often."""
+DISTURBANCES = ["abort", "delete", "expire", "pin", "reset", "restart", "time_passes", "unpin"]
+"""Events of which some happen in a run."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -70,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tiered=st.booleans(),
         tenant_fraction=st.sampled_from([1.0, 0.6]),
         request_fraction=st.sampled_from([1.0, 0.4]),
-        disturbances=st.sets(st.sampled_from(sorted(DISTURBANCES))),
+        disturbances=st.sets(st.sampled_from(DISTURBANCES)),
     )
     def start(self, disturbances: set[str], **options: Any) -> None:
         self.engine = Engine(self.clock, words=self.words, **options)
@@ -84,30 +83,57 @@ class SchedulerMachine(RuleBasedStateMachine):
         requests, steps or ends there is little to see.
         """
         self.draw = data.draw
-        getattr(self, self.draw(st.sampled_from(self.possible())))()
+        events = self.events()
+        possible = [name for name, (chances, _) in events.items() for _ in range(chances)]
+        events[self.draw(st.sampled_from(possible))][1]()
 
-    def possible(self) -> list[str]:
-        """Names of events, those that are to happen more often several times."""
-        engine, worker = self.engine, self.engine.worker
-        times = {
-            "step": 12,
-            "admit": 6,
-            "join": 4 if self.requests() else 0,
-            "ask_again": 4 if self.requests() else 0,
-            "end": 6 if engine.running else 0,
-            "pass_ends": 8 if engine.own else 0,
-            "own_prefix_is_aborted": 2 if engine.own else 0,
-            "segment_request_ends": 12 if engine.capturing else 0,
-            "segment_request_is_aborted": 2 if engine.queued else 0,
-            "record_arrives": 12 if worker.moving else 0,
-            "record_is_left_in_a_tier": 2 if worker.awaited else 0,
-            "record_is_saved": 4 if worker.unsaved else 0,
-            "push_ends": 4 if worker.pushing else 0,
-            "everybody_makes_progress": 1,
+    def events(self) -> dict[str, tuple[int, Callable[[], object]]]:
+        """What can happen, by name, and how many chances it has now."""
+        engine, worker, draw, pick = self.engine, self.engine.worker, self.draw, self.pick
+        absorb, requests = self.engine.side.absorb, bool(self.requests())
+        own, awaited = bool(engine.own), sorted(worker.awaited)
+        events: dict[str, tuple[int, Callable[[], object]]] = {
+            "step": (12, engine.step),
+            "admit": (6, lambda: engine.admit(draw(PROMPTS))),
+            "join": (4 * requests, self.join),
+            "ask_again": (4 * requests, self.ask_again),
+            "end": (6 * bool(engine.running), lambda: engine.finish(pick(engine.running), completed=True)),
+            "pass_ends": (8 * own, lambda: engine.pass_ends(pick(engine.own))),
+            "own_prefix_is_aborted": (2 * own, lambda: engine.abort(pick(engine.own))),
+            "segment_request_ends": (12 * bool(engine.capturing), self.segment_request_ends),
+            "segment_request_is_aborted": (2 * bool(engine.queued), self.segment_request_is_aborted),
+            "record_arrives": (
+                12 * bool(worker.moving),
+                lambda: absorb(worker.arrive(pick(worker.moving), found=draw(st.booleans()))),
+            ),
+            "record_is_left_in_a_tier": (
+                2 * bool(awaited),
+                lambda: absorb(worker.leave_in_tier(pick(awaited))),
+            ),
+            "record_is_saved": (4 * bool(worker.unsaved), lambda: absorb(worker.save())),
+            "push_ends": (
+                4 * bool(worker.pushing),
+                lambda: absorb(worker.push(draw(st.sampled_from(["", "nobody there"])))),
+            ),
+            "everybody_makes_progress": (
+                1,
+                lambda: self.make_progress(draw(st.booleans()), draw(st.lists(PROMPTS, max_size=6))),
+            ),
         }
-        if engine.known:
-            times |= {name: DISTURBANCES[name] for name in self.disturbances}
-        return [name for name, n in times.items() for _ in range(n)]
+        disturbances: dict[str, tuple[int, Callable[[], object]]] = {
+            "abort": (2, self.abort),
+            "delete": (2, lambda: engine.delete(pick(self.keys_in_use()))),
+            "expire": (
+                2,
+                lambda: engine.expire(pick(self.keys_in_use()), draw(st.sampled_from([-1.0, 2.0]))),
+            ),
+            "pin": (2, lambda: engine.pin(pick(engine.known))),
+            "reset": (1, engine.reset),
+            "restart": (1, engine.start),
+            "time_passes": (2, self.time_passes),
+            "unpin": (2, lambda: engine.unpin(pick(engine.pins or engine.known))),
+        }
+        return events | {name: disturbances[name] for name in self.disturbances if engine.known}
 
     def pick(self, things: Iterable[T]) -> T:
         found = list(things)
@@ -119,9 +145,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [request for request in requests if request.plan.records]
 
     # -- users
-
-    def admit(self) -> None:
-        self.engine.admit(self.draw(PROMPTS))
 
     def join(self) -> None:
         """A request that shares records with another, and may be more urgent."""
@@ -141,18 +164,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.admit(replace(request.prompt, priority=request.prompt.priority - 1))
         self.engine.step()
 
-    def pin(self) -> None:
-        self.engine.pin(self.pick(self.engine.known))
-
-    def unpin(self) -> None:
-        self.engine.unpin(self.pick(self.engine.pins or self.engine.known))
-
-    def delete(self) -> None:
-        self.engine.delete(self.pick(self.keys_in_use()))
-
-    def expire(self) -> None:
-        self.engine.expire(self.pick(self.keys_in_use()), self.draw(st.sampled_from([-1.0, 2.0])))
-
     def keys_in_use(self) -> list[SegmentKey]:
         """Those of records which requests want, if there are requests."""
         records = [s for r in self.requests() for s in r.plan.records if not s.is_prefix]
@@ -167,25 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self) -> None:
         self.clock.now += self.draw(st.sampled_from([1.0, 6.0]))
 
-    def reset(self) -> None:
-        self.engine.reset()
-
-    def restart(self) -> None:
-        self.engine.start()
-
     # -- the engine
-
-    def step(self) -> None:
-        self.engine.step()
-
-    def end(self) -> None:
-        self.engine.finish(self.pick(self.engine.running), completed=True)
-
-    def pass_ends(self) -> None:
-        self.engine.pass_ends(self.pick(self.engine.own))
-
-    def own_prefix_is_aborted(self) -> None:
-        self.engine.abort(self.pick(self.engine.own))
 
     def segment_request_ends(self) -> None:
         self.engine.captured(
@@ -197,26 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.engine.queued.remove(name)
         self.engine.finish(name, completed=False)
 
-    # -- the worker
-
-    def record_arrives(self) -> None:
-        worker = self.engine.worker
-        self.engine.side.absorb(worker.arrive(self.pick(worker.moving), found=self.draw(st.booleans())))
-
-    def record_is_left_in_a_tier(self) -> None:
-        worker = self.engine.worker
-        self.engine.side.absorb(worker.leave_in_tier(self.pick(sorted(worker.awaited))))
-
-    def record_is_saved(self) -> None:
-        self.engine.side.absorb(self.engine.worker.save())
-
-    def push_ends(self) -> None:
-        self.engine.side.absorb(self.engine.worker.push(self.draw(st.sampled_from(["", "nobody there"]))))
-
     # -- laws
-
-    def everybody_makes_progress(self) -> None:
-        self.make_progress(self.draw(st.booleans()), self.draw(st.lists(PROMPTS, max_size=6)))
 
     def make_progress(self, found: bool, others: list[Prompt]) -> None:
         """Once the worker answers, who waits runs, whatever is deleted and pinned meanwhile, and although in

@@ -13,11 +13,12 @@ from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan
 
-from .test_scheduler_store import IDS, QUERY, end
+from .test_scheduler_store import IDS, QUERY, compute, end
 from .test_scheduler_store import side as store_side
 
 PAGE = 4
 LEAD, DOCUMENT = list(range(10, 30)), list(range(100, 140))
+PROMPT = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
 
 
 def side(**options: Any) -> SchedulerSide:
@@ -48,8 +49,7 @@ def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[Seg
 )
 def test_segment_request_ends_with_its_interior(link: str, lo: int, sent: list[int]) -> None:
     """Nothing depends on what follows the interior: attention and recurrence look back only."""
-    tokens = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
-    (lead, leading), (job, plan) = pumped(side(), tokens, hypic_link=link)
+    (lead, leading), (job, plan) = pumped(side(), PROMPT, hypic_link=link)
     assert lead.token_ids == LEAD and (leading.lo, leading.hi, leading.leading) == (0, len(LEAD), True)
     assert job.token_ids == sent and (plan.lo, plan.hi, plan.leading) == (lo, len(sent), False)
     for capture in (leading, plan):
@@ -59,9 +59,8 @@ def test_segment_request_ends_with_its_interior(link: str, lo: int, sent: list[i
 
 def test_positions_of_a_segment_with_padding() -> None:
     """One for every token that is sent, dummies first; the padding inside takes a position."""
-    tokens = [IDS.sep, *DOCUMENT[:20], IDS.pad, IDS.pad, *DOCUMENT[20:], IDS.sep, *QUERY]
+    tokens = [LEAD[0], IDS.sep, *DOCUMENT[:20], IDS.pad, IDS.pad, *DOCUMENT[20:], IDS.sep, *QUERY]
     expected = [*range(20), *range(22, 39)]
-    tokens = [LEAD[0], *tokens]
     for link, dummies, kept in (("hypic", 0, 37), ("epic-0", 4, 40), ("seam-0-0+9", 1, 40)):
         ((job, plan),) = pumped(side(), tokens, hypic_link=link)
         assert plan.positions is not None and len(plan.positions) == plan.hi == len(job.token_ids)
@@ -86,12 +85,9 @@ def test_records_are_moved_from_where_they_were_computed(
 ) -> None:
     """All parts of a record by as much; a leading one stands where it was."""
     on = side(**options)
-    tokens = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
-    jobs = pumped(on, tokens, hypic_link=link)
-    while jobs:
-        for job, _ in jobs:
-            end(on, job)
-        jobs = [(job, None) for job in on.pump()]
+    admit(on, PROMPT, hypic_link=link)
+    while compute(on):
+        pass
     stream = on.views.stream_plan("r")
     assert stream is not None and [point.shift for point in stream.points] == [0, shift]
 
@@ -109,7 +105,7 @@ def test_successors_that_are_in_records(
     link: str, behind_record: int | None, behind_stream: tuple[tuple[int, int], ...]
 ) -> None:
     on = side()
-    lead, document = pumped(on, [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY], hypic_link=link)
+    lead, document = pumped(on, PROMPT, hypic_link=link)
     assert (lead[1].successor, document[1].successor) == (None, behind_record)
     end(on, lead[0], document[0])
     stream = on.views.stream_plan("r")
@@ -117,7 +113,7 @@ def test_successors_that_are_in_records(
 
 
 def test_a_leading_record_ends_before_its_segments_last_token_where_successors_are_read() -> None:
-    (lead, capture), _ = pumped(side(reads_successors=True), [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY])
+    (lead, capture), _ = pumped(side(reads_successors=True), PROMPT)
     assert lead.token_ids == LEAD[:-1] and capture.successor == LEAD[-1]
     assert len(capture.slot_mapping) == len(LEAD) - 1
 

@@ -23,6 +23,7 @@ from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
+from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.store.protocol import StoreStats, TierStats
 
 from .simulation import IDS, STORE
@@ -66,12 +67,31 @@ def side(
     )
 
 
-def admit(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
+def plan(on: SchedulerSide, *documents: int, tenant: str = "", query: bool = True) -> PromptPlan:
     tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
-    plan = on.planner.plan(PlanRequest([*tokens, IDS.sep, *QUERY], None, None, None))
-    assert plan is not None
-    on.admit(name, plan)
-    return [s.key for s in plan.segments]
+    tokens += [IDS.sep, *(QUERY if query else ())]
+    planned = on.planner.plan(PlanRequest(tokens, None, tenant or None, None))
+    assert planned is not None
+    return planned
+
+
+def admit(
+    on: SchedulerSide,
+    name: str,
+    *documents: int,
+    tenant: str = "",
+    priority: int = 0,
+    query: bool = True,
+    **extra: Any,
+) -> list[SegmentKey]:
+    """``hypic_remote=(0, ...)`` names documents of the prompt by their places."""
+    planned = plan(on, *documents, tenant=tenant, query=query)
+    keys = [s.key for s in planned.segments]
+    if "hypic_remote" in extra:
+        extra["hypic_remote"] = [keys[i] for i in extra["hypic_remote"]]
+    transfer = on.planner.transfer(PlanRequest([], extra, None, None))
+    on.admit(name, planned, transfer, tenant=tenant, priority=priority)
+    return keys
 
 
 def pin(on: SchedulerSide, key: SegmentKey) -> None:
@@ -86,6 +106,12 @@ def step(on: SchedulerSide) -> list[Order]:
     return metadata.orders
 
 
+def next_orders(on: SchedulerSide) -> list[Order]:
+    """Orders of a step; segment requests that begin in it are left alone."""
+    on.pump()
+    return step(on)
+
+
 def fetched(orders: list[Order]) -> list[RecordPlace]:
     return [order.place for order in orders if isinstance(order, FetchRecord)]
 
@@ -98,21 +124,25 @@ def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ..
 
 def arrive(on: SchedulerSide) -> None:
     """All records that are fetched now are found."""
-    on.pump()
-    say(on, taken=tuple(p.serial for p in fetched(step(on))))
+    say(on, taken=tuple(p.serial for p in fetched(next_orders(on))))
 
 
 def fetching(on: SchedulerSide, name: str = "r", *documents: int) -> RecordPlace:
     """The first record that a new request has fetched."""
     admit(on, name, *(documents or (0,)))
-    on.pump()
-    return fetched(step(on))[0]
+    return fetched(next_orders(on))[0]
 
 
 def end(on: SchedulerSide, *ended: str | SegmentRequest) -> None:
     """Requests and segment requests end well."""
     for each in ended:
         on.finished(each if isinstance(each, str) else each.request_id, completed=True)
+
+
+def counted(on: SchedulerSide, *names: str) -> list[int]:
+    """These counters of what has happened since they were taken."""
+    counters = on.take_counters()
+    return [getattr(counters, name) for name in names]
 
 
 def compute(on: SchedulerSide) -> list[list[int]]:
@@ -139,9 +169,8 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     assert plan.stored is not None and plan.stored.key == second
     end(on, job)
     assert on.ready("r")
-    counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_hit, counters.segments_computed) == (1, 1, 1)
-    assert (counters.tokens_reused, counters.tokens_computed) == (40, 42)
+    names = ("segments_loaded", "segments_hit", "segments_computed", "tokens_reused", "tokens_computed")
+    assert counted(on, *names) == [1, 1, 1, 40, 42]
     end(on, "r")
     on.directory.check_integrity()
 
@@ -202,8 +231,7 @@ def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool)
     on = side(ranks=2, linear=True)
     admit(on, "leading", 0)
     admit(on, "r", 0, 1)
-    on.pump()
-    place = next(p for p in fetched(step(on)) if not p.leading)
+    place = next(p for p in fetched(next_orders(on)) if not p.leading)
     free = on.directory.free_transition_blocks
     on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, transition_blocks=2)}))
     assert on.directory.free_transition_blocks == free, "the other rank may need more"
@@ -270,8 +298,7 @@ def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: boo
         else:
             on.retention.drop_record(key)
         admit(on, f"{i}", 0)
-        on.pump()
-        orders = step(on)
+        orders = next_orders(on)
         assert [o.action for o in orders if isinstance(o, StoreOrder)][-1:] == [StoreAction.DELETE]
         (place,) = fetched(orders)
         assert place.serial not in serials and not on.ready(f"{i}")
@@ -306,19 +333,6 @@ def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
     end(on, "earlier", "later")
     on.directory.check_integrity()
     assert on.directory.pinned == 0 and on.retention.record_state(key).resident
-
-
-def test_an_expired_record_is_dropped() -> None:
-    on = side()
-    (key,) = resident(on, "r", 0)
-    end(on, "r")
-    on.retention.expire_record(key, time.time() + 3600)
-    on.pump()
-    assert on.retention.record_state(key).resident
-    on.retention.expire_record(key, None)
-    on.retention.expire_record(key, time.time() - 1)
-    on.pump()
-    assert not on.retention.record_state(key).resident
 
 
 def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
@@ -376,24 +390,13 @@ def test_a_pinned_record_that_is_away_blocks_nobody(way: str, linear: bool) -> N
     assert found == [on.namespace.renamed(k) for k in here], "where pinned records are changes no plan"
 
 
-def test_a_pin_is_refused_of_a_record_that_is_away() -> None:
-    """What pins take of the pool is known before their records come back."""
-    on = side(segments=4, max_pinned_fraction=0.5)
-    for name in "ab":
-        pin(on, SegmentKey(name * 64))
-    with pytest.raises(PinRefused, match="at most 50%"):
-        pin(on, SegmentKey("c" * 64))
-    pin(on, SegmentKey("a" * 64))  # again: it takes nothing more
-
-
 def test_a_request_planned_before_a_pin_still_runs() -> None:
     """Its records need the whole pool: pinned ones give way rather than block it for ever."""
     on = side(segments=2)
     key, _ = resident(on, "earlier", 2, 3)
     admit(on, "r", 0, 1)
     pin(on, key)
-    on.pump()
-    assert fetched(step(on)) == [], "records in use give no room"
+    assert fetched(next_orders(on)) == [], "records in use give no room"
     end(on, "earlier")
     arrive(on)
     assert on.ready("r") and not on.retention.record_state(key).resident

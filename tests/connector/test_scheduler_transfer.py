@@ -18,7 +18,18 @@ from vllm_hypic.primitives.options import Transfer, transfer_of_request
 from vllm_hypic.primitives.policies import LinkError
 
 from .simulation import CLOCKED, PARALLEL, Clock
-from .test_scheduler_store import DOCUMENTS, IDS, QUERY, STORE, compute, end, fetched, say, side, step
+from .test_scheduler_store import (
+    DOCUMENTS,
+    admit,
+    compute,
+    counted,
+    end,
+    fetched,
+    next_orders,
+    say,
+    side,
+    step,
+)
 
 ELSEWHERE = "tcp://127.0.0.1:7200"
 
@@ -28,8 +39,7 @@ def awaited(orders: list[Order]) -> list[RecordPlace]:
 
 
 def awaited_now(on: SchedulerSide) -> list[RecordPlace]:
-    on.pump()
-    return awaited(step(on))
+    return awaited(next_orders(on))
 
 
 def unawaited(orders: list[Order]) -> list[int]:
@@ -44,21 +54,6 @@ def parallel_side(ranks: int = 1, **options: Any) -> SchedulerSide:
     return side(store=False, ranks=ranks, segment_parallel=PARALLEL, **options)
 
 
-def admit(
-    on: SchedulerSide, name: str, *documents: int, query: bool = True, **extra: Any
-) -> list[SegmentKey]:
-    """``hypic_remote=(0, ...)`` names documents of the prompt by their places."""
-    tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])] + [IDS.sep]
-    ask = PlanRequest([*tokens, *(QUERY if query else [])], None, None, None)
-    plan = on.planner.plan(ask)
-    assert plan is not None
-    keys = [s.key for s in plan.segments]
-    if "hypic_remote" in extra:
-        extra["hypic_remote"] = [keys[i] for i in extra["hypic_remote"]]
-    on.admit(name, plan, on.planner.transfer(PlanRequest([], extra, None, None)))
-    return keys
-
-
 def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     on = parallel_side()
     first, _ = admit(on, "r", 0, 1, hypic_remote=[0])
@@ -71,12 +66,8 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     say(on, taken=(place.serial,))
     assert on.ready("r") and not on.awaits_records and on.pump() == []
     assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
-    counters = on.take_counters()
-    assert (counters.segments_received, counters.segments_not_received, counters.segments_computed) == (
-        1,
-        0,
-        1,
-    )
+    names = ("segments_received", "segments_not_received", "segments_computed")
+    assert counted(on, *names) == [1, 0, 1]
     end(on, "r")
     on.directory.check_integrity()
 
@@ -119,8 +110,7 @@ def test_nobody_waits_for_a_request_that_has_gone() -> None:
     admit(on, "stays", 1, hypic_remote=[0])
     one, two = awaited_now(on)
     on.finished("gone", completed=False)
-    on.pump()
-    assert unawaited(step(on)) == [one.serial]
+    assert unawaited(next_orders(on)) == [one.serial]
     say(on, missed=(one.serial,))
     assert on.pump() == [] and on.directory.lookup(one.key) is Lookup.MISS
     say(on, taken=(two.serial,))
@@ -133,8 +123,7 @@ def test_two_requests_await_a_record_once() -> None:
     admit(on, "b", 0, hypic_remote=[0])
     (place,) = awaited_now(on)
     on.finished("a", completed=False)
-    on.pump()
-    assert unawaited(step(on)) == [], "the other one still wants it"
+    assert unawaited(next_orders(on)) == [], "the other one still wants it"
     say(on, taken=(place.serial,))
     assert on.ready("b")
 
@@ -176,8 +165,7 @@ def test_a_record_has_gone_out_when_every_rank_has_sent_its_part() -> None:
     assert not on.over("w") and not on.take_counters().segments_pushed
     on.absorb(WorkerReport(pushed={order.number: ("broken",)}))
     assert on.over("w") and on.push_fault("w") == "broken"
-    counters = on.take_counters()
-    assert (counters.segments_pushed, counters.segments_unpushed) == (0, 1)
+    assert counted(on, "segments_pushed", "segments_unpushed") == [0, 1]
 
 
 def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
@@ -192,7 +180,6 @@ def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
 
 def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     on = side(segment_parallel=PARALLEL)
-    assert on.config.store.tiers and STORE
     first, second = admit(on, "r", 0, 1, hypic_remote=[1])
     assert on.pump() == []
     orders = step(on)
@@ -201,8 +188,7 @@ def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     assert on.awaits_records
     say(on, taken=(one.serial, other.serial))
     assert on.ready("r") and on.hits("r").total() == 80
-    counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_received) == (1, 1)
+    assert counted(on, "segments_loaded", "segments_received") == [1, 1]
 
 
 def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
@@ -213,8 +199,7 @@ def test_what_comes_through_a_shared_tier_counts_as_fetched() -> None:
     assert on.awaits_records
     say(on, taken=(place.serial,))
     assert on.ready("r") and on.retention.record_state(key).stored
-    counters = on.take_counters()
-    assert (counters.segments_loaded, counters.segments_received, counters.segments_not_received) == (1, 0, 0)
+    assert counted(on, "segments_loaded", "segments_received", "segments_not_received") == [1, 0, 0]
 
 
 def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
@@ -222,8 +207,7 @@ def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
     on = side(segment_parallel=PARALLEL, store={"tiers": tiers})
     (identity,) = on.planner.shared_tiers
     admit(on, "w", 0, query=False, hypic_push_to=f"tier:{identity}")
-    on.pump()
-    (place,) = fetched(step(on))
+    (place,) = fetched(next_orders(on))
     say(on, taken=(place.serial,))
     assert not on.over("w")
     (order,) = pushes(step(on))
@@ -290,13 +274,11 @@ def test_what_is_here_already_is_declined() -> None:
     assert len(compute(on)) == 1
     slot = on.directory.get(here).slot
     _, coming = admit(on, "b", 0, 1, hypic_remote=[0, 1])
-    on.pump()
-    orders = step(on)
+    orders = next_orders(on)
     assert [o for o in orders if isinstance(o, DeclineRecord)] == [DeclineRecord(here, slot)]
     assert [p.key for p in awaited(orders)] == [coming]
     admit(on, "c", 1, hypic_remote=[0])
-    on.pump()
-    assert step(on) == [], "it is awaited by another request"
+    assert next_orders(on) == [], "it is awaited by another request"
 
 
 def unoffered(orders: list[Order]) -> list[int]:
@@ -348,11 +330,9 @@ def test_one_request_alone_may_await_all_it_needs() -> None:
 def test_room_comes_back_when_its_request_ends() -> None:
     on = parallel_side(segments=4)
     admit(on, "a", 0, 1, 2, 3, hypic_remote=[0, 1, 2, 3])
-    on.pump()
-    serials = [place.serial for place in awaited(step(on))]
+    serials = [place.serial for place in awaited_now(on)]
     on.finished("a", completed=False)
-    on.pump()
-    assert unawaited(step(on)) == serials
+    assert unawaited(next_orders(on)) == serials
     say(on, missed=tuple(serials))
     assert on.pump() == [] and on.directory.used == Space()
 
@@ -362,19 +342,15 @@ def test_what_nobody_offers_is_computed_when_others_wait_for_room(clock: Clock) 
     admit(on, "a", 0, 1, hypic_remote=[0, 1])
     one, two = awaited_now(on)
     clock.now += PATIENCE_S + 1
-    on.pump()
-    assert unawaited(step(on)) == [], "nobody minds"
+    assert unawaited(next_orders(on)) == [], "nobody minds"
     admit(on, "b", 2)
-    on.pump()
-    orders = step(on)
+    orders = next_orders(on)
     assert unoffered(orders) == [one.serial, two.serial] == unawaited(orders)
-    on.pump()
-    assert unawaited(step(on)) == [], "asked once in a while"
+    assert unawaited(next_orders(on)) == [], "asked once in a while"
     say(on, missed=(one.serial,))  # the other is on its way
     assert compute(on) == [DOCUMENTS[0]]
     clock.now += PATIENCE_S
-    on.pump()
-    assert unoffered(step(on)) == [two.serial]
+    assert unoffered(next_orders(on)) == [two.serial]
     say(on, taken=(two.serial,))
     assert on.ready("a")
     end(on, "a")
@@ -387,8 +363,6 @@ def test_nobody_is_given_up_at_once(clock: Clock) -> None:
     on = parallel_side(segments=2)
     admit(on, "a", 0, 1, hypic_remote=[0, 1])
     admit(on, "b", 2)
-    on.pump()
-    assert [type(o) for o in step(on)] == [AwaitRecord, AwaitRecord]
+    assert [type(o) for o in next_orders(on)] == [AwaitRecord, AwaitRecord]
     clock.now += PATIENCE_S - 1
-    on.pump()
-    assert step(on) == []
+    assert next_orders(on) == []

@@ -82,15 +82,10 @@ def test_a_spare_slot_goes_with_a_record_that_is_given_up(books: SegmentDirector
     assert sorted(books.slots.take_news()[0]) == [0, 1]
 
 
-def test_a_checkpoint_takes_a_slot_and_no_page(books: SegmentDirectory) -> None:
-    record, half = made_with_checkpoint(books)
-    assert half.pages == record.pages[:2] and books.used == Space(4, 2, 2 * BLOCKS)
-    assert books.checkpoint(half.key, record, HALF) is None, "there is one"
-
-
-def test_a_checkpoint_is_resumed_once_it_is_complete_and_of_a_deleted_record_none_is_made(
+def test_a_checkpoint_takes_a_slot_and_no_page_and_is_resumed_once_it_is_complete(
     books: SegmentDirectory,
 ) -> None:
+    """Of a deleted record none is made."""
     record = reserve(books, "a")
     made = books.checkpoint(key("a/8"), record, HALF)
     assert made is not None and books.checkpoint_at(made.key) is None
@@ -98,6 +93,8 @@ def test_a_checkpoint_is_resumed_once_it_is_complete_and_of_a_deleted_record_non
     books.check_integrity()
     books.commit(made)
     assert books.checkpoint_at(made.key) is made
+    assert made.pages == record.pages[:2] and books.used == Space(4, 3, 3 * BLOCKS), "beside the spare"
+    assert books.checkpoint(made.key, record, HALF) is None, "there is one"
     books.discard(record.key)
     assert books.checkpoint(key("a/4"), record, FIRST) is None
 
@@ -144,6 +141,9 @@ def test_who_gives_nothing_that_is_short_stays(books: SegmentDirectory) -> None:
     assert books._victims(Space(pages=PAGES - 3), ()) == [record]
     assert books._victims(Space(pages=PAGES), ()) == [record, half]
     assert books._victims(Space(slots=SLOTS - 1), ()) == [half]
+    assert books.acquire({key("b"): Need(PAGES * PAGE_TOKENS)}) is not None
+    assert books.lookup(record.key) is books.lookup(half.key) is Lookup.MISS and books.evictions == 2
+    books.check_integrity()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -167,13 +167,6 @@ def test_eviction_takes_what_becomes_free_and_no_more(books: SegmentDirectory) -
     assert books.lookup(record.key) is Lookup.HIT, "nothing has changed"
     assert books.acquire({key("c"): Need(8)}) is not None
     assert books.lookup(record.key) is Lookup.MISS and books.checkpoint_at(half.key) is half
-    books.check_integrity()
-
-
-def test_eviction_of_both_gives_all_pages(books: SegmentDirectory) -> None:
-    record, half = made_with_checkpoint(books)
-    assert books.acquire({key("b"): Need(PAGES * PAGE_TOKENS)}) is not None
-    assert books.lookup(record.key) is books.lookup(half.key) is Lookup.MISS and books.evictions == 2
     books.check_integrity()
 
 
@@ -259,37 +252,15 @@ def test_a_pinned_record_has_room_to_be_made_in() -> None:
     assert engine.side.directory.kept_space() == Space(3, 1, 0)
 
 
-def users_miscounted(books: SegmentDirectory, record: Entry) -> None:
-    books._pages._users[record.pages[0]] += 1
-
-
-def transition_block_lost(books: SegmentDirectory, record: Entry) -> None:
-    books.free_transition_blocks -= 1
-
-
-def negative_pins(books: SegmentDirectory, record: Entry) -> None:
-    record.pins = -1
-
-
-def spare_kept(books: SegmentDirectory, record: Entry) -> None:
-    reserve(books, "b").resident = True
-
-
-def spare_slot_free(books: SegmentDirectory, record: Entry) -> None:
-    spare = reserve(books, "b").spare
-    assert spare is not None
-    books.slots._free.append(spare.slot)
-
-
 DAMAGE: dict[str, Callable[[SegmentDirectory, Entry], object]] = {
-    "users miscounted": users_miscounted,
+    "users miscounted": lambda books, record: books._pages.use(record.pages[:1]),
     "page used and free": lambda books, record: books._pages._free.append(record.pages[0]),
     "page lost": lambda books, record: books._pages._free.pop(),
     "slot lost": lambda books, record: books.slots._free.pop(),
-    "transition block lost": transition_block_lost,
-    "negative pins": negative_pins,
-    "spare kept": spare_kept,
-    "spare slot free": spare_slot_free,
+    "transition block lost": lambda books, record: setattr(books, "free_transition_blocks", 1),
+    "negative pins": lambda books, record: setattr(record, "pins", -1),
+    "spare kept": lambda books, record: setattr(reserve(books, "b"), "resident", True),
+    "spare slot free": lambda books, record: books.slots._free.append(reserve(books, "b").spare.slot),
 }
 
 

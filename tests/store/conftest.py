@@ -1,4 +1,4 @@
-"""Clocks of the store's tests, and stores that are closed in the end."""
+"""Clocks of the store's tests, and stores and disk tiers that are closed in the end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
+from vllm_hypic.store.tiers.disk import DiskTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, wait_for
-from .disks import OpenTier, tiers_in
 from .stores import DEADLINE_S, SIZE, One, Opener, Two
+from .tier_contract import name
+
+HEAD_BYTES = 64
+"""Of a file of the disk tier, before the object."""
+OpenTier = Callable[..., DiskTier]
+
+
+def place(path: Path, i: int) -> Path:
+    """The i-th object's file."""
+    return path / name(i)[0] / name(i)[1] / f"{name(i)}.hypic"
 
 
 class ManualClock:
@@ -48,8 +59,24 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def on_disk(clock: ManualClock, tmp_path: Path) -> Iterator[OpenTier]:
-    with tiers_in(tmp_path, clock) as open_tier:
-        yield open_tier
+    """Opens tiers in one folder: for the operating system each is another process.
+
+    All are closed in the end; the books of one that is alone are held against its files.
+    """
+    tiers: list[DiskTier] = []
+
+    def open_tier(budget: int = 1000, *, durable: bool = False, shared: bool = False) -> DiskTier:
+        tier = DiskTier("disk", tmp_path, budget, LruPolicy(), clock=clock, durable=durable, shared=shared)
+        tier.open()
+        tiers.append(tier)
+        return tier
+
+    yield open_tier
+    left = [tier for tier in tiers if tier._open]
+    for tier in left:
+        if len(left) == 1:
+            tier.check_integrity()
+        tier.close()
 
 
 @pytest.fixture

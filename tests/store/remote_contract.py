@@ -10,10 +10,10 @@ import pytest
 
 from vllm_hypic.store.tiers.base import Tier, TierError
 
+from .awkward_tiers import PATIENCE_S, wait_for
 from .conftest import WallClock
-from .tier_contract import SurvivesRestart, content, got, name, put
+from .tier_contract import THREADS, SurvivesRestart, content, got, in_threads, name, put
 
-WORKERS = 4
 Connect = Callable[..., Any]
 
 
@@ -122,39 +122,32 @@ class RemoteContract(SurvivesRestart):
         """Every object read is whole; afterwards the same tier works, and has all whose put returned."""
         hasty = connect(timeout_s=2.0)
         stop, lost = threading.Event(), threading.Event()
-        faults: list[BaseException] = []
         stored: set[int] = set()
 
+        def restart() -> None:
+            try:
+                wait_for(lambda: len(stored) >= 2 * THREADS, "a few puts by each thread")
+                server.kill()
+                assert lost.wait(PATIENCE_S)
+                server.start()
+            finally:
+                stop.set()
+
         def work(seed: int) -> None:
+            if seed == 0:
+                return restart()
             i = seed
             while not stop.is_set():
                 try:
                     put(hasty, i, 50_000)
                     stored.add(i)
                     assert got(hasty, i) in (None, content(i, 50_000))
-                    i += WORKERS
+                    i += THREADS
                 except TierError:
                     lost.set()
                     time.sleep(0.05)
-                except BaseException as e:
-                    faults.append(e)
-                    return
 
-        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(WORKERS)]
-        for thread in threads:
-            thread.start()
-        try:
-            while len(stored) < 2 * WORKERS and not faults:
-                time.sleep(0.01)
-            server.kill()
-            assert lost.wait(30)
-            server.start()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join(60)
-                assert not thread.is_alive(), "a thread hangs"
-        assert not faults, faults
+        in_threads(work)
         assert all(got(hasty, i) == content(i, 50_000) for i in stored)
 
     def test_clients_share_a_namespace_and_namespaces_are_apart(self, tier: Tier, connect: Connect):

@@ -18,7 +18,7 @@ from vllm_hypic.store.tiers.base import TierError, TierFull
 from vllm_hypic.store.tiers.disk import DiskTier
 from vllm_hypic.store.tiers.disk_files import PARTIAL
 
-from .disks import HEAD_BYTES, place
+from .conftest import HEAD_BYTES, place
 from .tier_contract import content, got, name, put, value, view
 
 

@@ -1,33 +1,36 @@
-"""The disk tier keeps the contract, also beside other processes, and while others read."""
+"""The disk tier keeps the contract, also beside other processes, and while others read; its folder may be one
+that an earlier version wrote, or that engines of other models use."""
 
+import hashlib
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from vllm_hypic.config.store import StoreConfig
+from vllm_hypic.store.build import build_store
+from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
+from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.record import Expected, Fault, Section, SectionLimit, open_record
+from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import Tier, TierFull
 from vllm_hypic.store.tiers.disk_files import PARTIAL, ObjectFiles
 
+from . import tier_contract as contract
+from .awkward_tiers import PATIENCE_S, wait_for
 from .budget_contract import BudgetContract
-from .disks import OpenTier, place
-from .tier_contract import (
-    CountsItsBytes,
-    HeedsPins,
-    ListsItsObjects,
-    SurvivesRestart,
-    TellsAbsence,
-    content,
-    got,
-    in_threads,
-    name,
-    put,
-    value,
-    view,
-)
+from .conftest import HEAD_BYTES, OpenTier, place
+from .test_record import HEADER, written
+from .tier_contract import content, got, in_threads, name, put, value, view
 
 
-class DiskContract(SurvivesRestart, CountsItsBytes, ListsItsObjects, HeedsPins):
+class DiskContract(
+    contract.SurvivesRestart, contract.CountsItsBytes, contract.ListsItsObjects, contract.HeedsPins
+):
     shared = durable = False
 
     @pytest.fixture
@@ -43,7 +46,7 @@ class DiskContract(SurvivesRestart, CountsItsBytes, ListsItsObjects, HeedsPins):
         return reopen
 
 
-class TestContract(TellsAbsence, DiskContract):
+class TestContract(contract.TellsAbsence, DiskContract):
     """A folder of its own."""
 
 
@@ -221,3 +224,120 @@ def test_an_object_is_not_visible_before_it_is_complete(tier, monkeypatch):
     go_on.set()
     thread.join(30)
     assert got(tier, 1) == content(1, 300)
+
+
+# -- a folder that an earlier version wrote
+
+WRITTEN_BEFORE = Path(__file__).parent / "written_before"
+"""A leading and an interior record, as the version before asynchronous tiers wrote them.  A change that
+cannot read them needs another version of the format."""
+KEYS = [hashlib.sha256(f"segment {i}".encode()).hexdigest() for i in range(2)]
+
+
+def store_in(folder: Path, namespace: str, **options: object) -> TieredStore:
+    tier = {"type": "disk", "path": str(folder), "bytes": "1MB", **options}
+    store = build_store(StoreConfig.from_mapping({"tiers": [tier]}), namespace)
+    assert store is not None
+    return store
+
+
+def expected(key: str, leading: bool) -> Expected:
+    sections = [
+        SectionLimit("layer.0/kv", "bfloat16", (5, 2, 4)),
+        SectionLimit("layer.1/s", "float32", (2, 3, 3)),
+    ]
+    if not leading:
+        sections.insert(1, SectionLimit("layer.1/t", "float16", (4, 3, 3), up_to=True))
+    return Expected("ab" * 32, key, 0, 1, 5, leading, tuple(sections))
+
+
+def test_its_records_are_taken_whole(tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN_BEFORE, tmp_path / "tier")
+    store = store_in(tmp_path / "tier", "golden")
+    taken: list[str] = []
+
+    for key, leading in zip(KEYS, (True, False), strict=True):
+
+        def reader(data: memoryview, key: str = key, leading: bool = leading) -> Verdict:
+            record = open_record(data, expected(key, leading))
+            if isinstance(record, Fault):
+                return record.verdict
+            for section, data in record.sections.items():
+                assert data == hashlib.shake_256(f"{key} {section}".encode()).digest(data.nbytes)
+            taken.append(key)
+            return Verdict.TAKEN
+
+        assert store.holds(object_name(key))
+        assert store.prefetch(object_name(key), expected(key, leading).max_nbytes, reader)
+    reports = []
+    wait_for(lambda: reports.extend(store.poll()) or len(reports) == 2, "both reports")
+    assert {(r.name, r.tier) for r in reports} == {(object_name(key), "disk") for key in KEYS}
+    assert sorted(taken) == sorted(KEYS) and store.drain(PATIENCE_S)
+    stats = store.stats().tiers["disk"]
+    assert (stats.hits, stats.corrupt, stats.errors, stats.objects) == (2, 0, 0, 2)
+    store.close()
+
+
+def test_their_cache_values_are_known_after_the_restart(on_disk: OpenTier, tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN_BEFORE, tmp_path, dirs_exist_ok=True)
+    values = {held.name: held.value for held in on_disk(1 << 20).held()}
+    sizes = {file.stem: file.stat().st_size - HEAD_BYTES for file in WRITTEN_BEFORE.glob("?/?/*.hypic")}
+    assert values == {
+        object_name(key): CacheValue(7 + i, 1.5e9 + i, sizes[object_name(key)]) for i, key in enumerate(KEYS)
+    }
+
+
+# -- engines of different models in one folder: emptying one's tier leaves the others' records
+
+MINE, OTHERS = "ab" * 32, "cd" * 32
+
+
+def save(store: TieredStore, namespace: str, text: str, sections: int = 1) -> ObjectName:
+    """Store one record, whose header is the longer the more sections it has; its name."""
+    key = hashlib.sha256(f"{namespace} {text}".encode()).hexdigest()
+    parts = tuple(Section(f"layer.{i}/k", "bfloat16", (2,)) for i in range(sections))
+    data = written(replace(HEADER, namespace=namespace, key=key, sections=parts))
+    reservation = store.reserve(object_name(key), CacheValue(3, 1e9, data.nbytes))
+    assert reservation is not None
+    reservation.buffer[:] = data
+    store.commit(reservation)
+    assert store.drain(PATIENCE_S)
+    return object_name(key)
+
+
+def files(folder: Path) -> set[str]:
+    return {file.name.removesuffix(".hypic") for file in folder.glob("?/?/*")}
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[TieredStore, TieredStore]]:
+    mine, others = (store_in(tmp_path, namespace, shared=True) for namespace in (MINE, OTHERS))
+    yield mine, others
+    mine.close()
+    others.close()
+
+
+def test_clear_leaves_the_records_of_other_models(
+    stores: tuple[TieredStore, TieredStore], tmp_path: Path
+) -> None:
+    """Also those that it found when it was opened, and those with long headers."""
+    mine, others = stores
+    gone = {save(mine, MINE, "a"), save(mine, MINE, "long", sections=2000)}
+    kept = {save(others, OTHERS, "a"), save(others, OTHERS, "long", sections=2000)}
+    late = store_in(tmp_path, MINE, shared=True)  # has found all four
+    assert files(tmp_path) == gone | kept
+    late.clear()
+    wait_for(lambda: files(tmp_path) == kept, "its own records' end")
+    assert late.drain(PATIENCE_S) and files(tmp_path) == kept
+    late.close()
+
+
+def test_clear_leaves_what_it_cannot_read(stores: tuple[TieredStore, TieredStore], tmp_path: Path) -> None:
+    """An object that is no record, or a damaged one, may be anybody's: whoever asks for it deletes it."""
+    mine, _ = stores
+    gone, damaged = save(mine, MINE, "a"), save(mine, MINE, "b")
+    file = tmp_path / damaged[0] / damaged[1] / f"{damaged}.hypic"
+    file.write_bytes(file.read_bytes()[:70])
+    mine.clear()
+    wait_for(lambda: gone not in files(tmp_path), "the sound record's end")
+    assert mine.drain(PATIENCE_S) and files(tmp_path) == {damaged}

@@ -7,19 +7,9 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.tiers.base import Tier, TierError
 from vllm_hypic.store.tiers.memory import MemoryTier
 
+from . import tier_contract as contract
 from .budget_contract import BudgetContract
-from .tier_contract import (
-    CountsItsBytes,
-    ForgetsAtRestart,
-    HeedsPins,
-    ListsItsObjects,
-    TellsAbsence,
-    content,
-    name,
-    put,
-    value,
-    view,
-)
+from .tier_contract import content, name, put, value, view
 
 
 def opened(budget: int, clock) -> MemoryTier:
@@ -28,7 +18,13 @@ def opened(budget: int, clock) -> MemoryTier:
     return tier
 
 
-class TestContract(ForgetsAtRestart, CountsItsBytes, ListsItsObjects, TellsAbsence, HeedsPins):
+class TestContract(
+    contract.ForgetsAtRestart,
+    contract.CountsItsBytes,
+    contract.ListsItsObjects,
+    contract.TellsAbsence,
+    contract.HeedsPins,
+):
     @pytest.fixture
     def tier(self, clock):
         tier = opened(6 << 20, clock)

@@ -37,9 +37,10 @@ EVERY_TIER = {
     "ttl_s": 86400,
     "close_s": 2,
 }
-
-
 MEMORY = {"type": "memory", "bytes": 1}
+REDIS = {"type": "redis", "url": "redis://cache:6379/0", "shared": True}
+SERVER = {"type": "lmcache", "url": "tcp://cache:5555", "shared": True}
+DISK = {"type": "disk", "path": "/net/hypic", "bytes": 1, "shared": True}
 
 
 def with_tiers(*tiers: dict[str, Any]) -> StoreConfig:
@@ -92,14 +93,8 @@ def test_sizes(size: object, nbytes: int) -> None:
         ({"tiers": [{**MEMORY, "name": "queue"}]}, "store.tiers[0].name='queue': expected"),
         ({"tiers": [{**MEMORY, "name": "pool"}]}, "store.tiers[0].name='pool': expected"),
         ({"tiers": [{**MEMORY, "name": "a b"}]}, "store.tiers[0].name='a b': expected"),
-        (
-            {"tiers": [{"type": "disk", "path": "", "bytes": 1}]},
-            "store.tiers[0].path='': expected a non-empty",
-        ),
-        (
-            {"tiers": [{"type": "disk", "path": "/x", "bytes": 1, "durable": 1}]},
-            "store.tiers[0].durable=1: expected true or false",
-        ),
+        ({"tiers": [{**DISK, "path": ""}]}, "store.tiers[0].path='': expected a non-empty"),
+        ({"tiers": [{**DISK, "durable": 1}]}, "store.tiers[0].durable=1: expected true or false"),
         ({"tiers": [{"type": "redis", "url": "redis://x", "ttl_s": 0}]}, "store.tiers[0].ttl_s=0: expected"),
         ({"tiers": [{"type": "lmcache", "l1_bytes": 1, "l2": {}}]}, "store.tiers[0].l2={}: expected a list"),
         ({"eviction": "fifo"}, "store.eviction='fifo': expected one of flop-aware, lru"),
@@ -148,10 +143,6 @@ def test_a_missing_package_is_named_with_the_command_to_get_it(monkeypatch: pyte
 
 
 # -- by what engines know a shared tier: alike where it is written alike, different where it is not the same
-
-REDIS = {"type": "redis", "url": "redis://cache:6379/0", "shared": True}
-SERVER = {"type": "lmcache", "url": "tcp://cache:5555", "shared": True}
-DISK = {"type": "disk", "path": "/net/hypic", "bytes": 1, "shared": True}
 
 
 def identities(*tiers: dict[str, Any]) -> list[str]:
