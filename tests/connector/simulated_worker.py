@@ -11,18 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from vllm_hypic.connector import orders
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
-from vllm_hypic.connector.orders import (
-    AwaitRecord,
-    ClearCaches,
-    FetchRecord,
-    Order,
-    PushRecord,
-    SaveRecord,
-    StopAwaiting,
-    StoreAction,
-    StoreOrder,
-)
 from vllm_hypic.pool.plans import RecordPlace, StreamPlan
 from vllm_hypic.primitives.keys import SegmentKey
 
@@ -78,10 +68,10 @@ class Worker:
         self.unsaved: dict[int, RecordPlace] = {}
         self.pushing: list[int] = []
 
-    def obey(self, order: Order) -> WorkerReport | None:
+    def obey(self, order: orders.Order) -> WorkerReport | None:
         match order:
-            case FetchRecord(place) | AwaitRecord(place):
-                if isinstance(order, FetchRecord):
+            case orders.FetchRecord(place) | orders.AwaitRecord(place):
+                if isinstance(order, orders.FetchRecord):
                     self.instead[place.serial] = order.instead
                 assert all(p.key != place.key for p in self.moving.values()), (
                     "the store refuses a second fetch"
@@ -89,24 +79,24 @@ class Worker:
                 self.write(place.serial, place.slot, place.stored_slots)
                 self.slots[place.slot] = Content(place.serial, place.key)
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
-                if isinstance(order, AwaitRecord):
+                if isinstance(order, orders.AwaitRecord):
                     self.awaited.add(place.serial)
-            case SaveRecord(place):
+            case orders.SaveRecord(place):
                 assert self.slots[place.slot].serial == place.serial, "another's is saved"
                 self.unsaved[place.serial] = place
-            case StopAwaiting(serial):
+            case orders.StopAwaiting(serial):
                 if serial in self.awaited:
                     return self.arrive(serial, found=False, ranks=self.left[serial])
-            case PushRecord(number, place):
+            case orders.PushRecord(number, place):
                 histories = self.histories[place.key]
                 if place.slot in self.slots:  # else its request has gone
                     assert self.slots[place.slot] == Content(place.serial, place.key, histories[-1])
                     self.check_columns(place.slot_mapping, histories)
                 self.pushing.append(number)
-            case StoreOrder(StoreAction.DELETE, key):
+            case orders.StoreOrder(orders.StoreAction.DELETE, key):
                 self.tiers.discard(key)
                 self.unsaved = {s: p for s, p in self.unsaved.items() if p.key != key}
-            case ClearCaches():
+            case orders.ClearCaches():
                 self.tiers.clear()
                 self.unsaved.clear()
         return None

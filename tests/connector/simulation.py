@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
@@ -126,7 +127,6 @@ class Engine:
                 "max_request_fraction": self.request_fraction,
             }
         )
-        texts = PlanningTexts(context=lambda: TEXT)
         self.side = SchedulerSide(
             config,
             self.words.geometry,
@@ -134,7 +134,7 @@ class Engine:
             4096,
             lambda: IDS,
             ranks=self.ranks,
-            texts=texts,
+            texts=PlanningTexts(context=lambda: TEXT),
         )
         self.worker = Worker(self.tiers, self.ranks, self.histories)
         self.turns = Turns(self, self.tenant_fraction)
@@ -394,7 +394,6 @@ class Engine:
         side.directory.check_integrity()
         for key in side.directory._entries:
             assert key == side.namespace.renamed(self.first[key]), "an earlier generation's record is found"
-        pins: dict[int, int] = {}
         held = [e for c in side.admission.requests.values() for e in c.held.values()]
         for work in side.segment_requests._segments.values():
             held += [e for e in (work.context, work.stretch.base) if e is not None]
@@ -407,9 +406,8 @@ class Engine:
             if (own := composed.own) is not None:
                 held += [s.target for s in own.ahead if s.target is not own.entry]
         held += [e.base for e in side.directory._by_serial.values() if e.base is not None]
-        for entry in held:
-            pins[entry.serial] = pins.get(entry.serial, 0) + 1
-        assert {s: e.pins for s, e in side.directory._by_serial.items() if e.pins} == pins
+        pins = {s: e.pins for s, e in side.directory._by_serial.items() if e.pins}
+        assert pins == Counter(entry.serial for entry in held)
         self.turns.check()
 
     def work(self, *, found: bool) -> None:

@@ -165,8 +165,7 @@ def test_many_cold_prompts_at_once(clock: Clock, tenants: str, leave: bool) -> N
     starts = range(10_000, 10_000 + 100 * COLD, 100)
     documents = tuple(tuple(range(start, start + 10 * PAGE)) for start in starts)
     words = Vocabulary(((),), documents, geometry(30, 11), prefixes=True)
-    share = 1.0 if len(tenants) == 1 else 0.6
-    engine = Engine(clock, tiered=False, tenant_fraction=share, words=words)
+    engine = Engine(clock, tiered=False, tenant_fraction=1.0 if tenants == "a" else 0.6, words=words)
     for i in range(2 * COLD):
         engine.admit(Prompt(0, (i // 2,), tenant=tenants[i // 2 % len(tenants)], plain=True))
     side, most_begun, waited = engine.side, 0, False
@@ -198,5 +197,4 @@ def test_half_a_million_tokens() -> None:
     computed = side.begin("fork", fork)
     assert len(fork) - 400_000 <= computed < len(fork)
     side.end("fork", fork)
-    other = (*whole[:400_000], *range(2 * 10**6, 2 * 10**6 + 1000))
-    assert side.begin("other", other) == 1000
+    assert side.begin("other", (*whole[:400_000], *range(2 * 10**6, 2 * 10**6 + 1000))) == 1000

@@ -1,4 +1,5 @@
-"""Segment requests as the scheduler side asks for them and describes them to the worker."""
+"""Segment requests as the scheduler side asks for them, and describes them to the worker; behind a context;
+and when nobody waits for their records any more."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan
+from vllm_hypic.primitives.keys import SegmentKey
 
-from .test_scheduler_store import IDS, QUERY, compute, end
+from .test_scheduler_store import IDS, QUERY, STORE, compute, end, fetched, say, step
 from .test_scheduler_store import side as store_side
 
 PAGE = 4
@@ -155,5 +158,221 @@ def test_counters() -> None:
 
 
 def test_local_positions_without_padding_are_indices() -> None:
-    plan = CapturePlan(3, 9, 0, np.arange(6), None, leading=False)
-    assert plan.local_positions(4, 7).tolist() == [4, 5, 6]
+    found = CapturePlan(3, 9, 0, np.arange(6), None, leading=False).local_positions(4, 7)
+    assert found.tolist() == [4, 5, 6]
+
+
+# -- behind a context
+
+
+TEXT = tuple(range(500, 512))
+
+
+def with_text(**options: Any) -> SchedulerSide:
+    return side(context="text", text=TEXT, **options)
+
+
+def started(on: SchedulerSide, name: str = "r", tokens: list[int] = PROMPT) -> list[SegmentRequest]:
+    admit(on, tokens, name)
+    return on.pump()
+
+
+def by_tokens(requests: list[SegmentRequest]) -> dict[int, SegmentRequest]:
+    """By first token: of the context, the leading segment, the document."""
+    return {request.token_ids[0]: request for request in requests}
+
+
+def test_a_segment_waits_for_its_context_and_reads_it() -> None:
+    on = with_text()
+    found = by_tokens(started(on))
+    context, lead, segment = found[TEXT[0]], found[LEAD[0]], found[DOCUMENT[0]]
+    assert context.token_ids == list(TEXT) and segment.token_ids == DOCUMENT[:-3]
+    assert (context.waits, lead.waits, segment.waits) == (False, False, True)
+    assert on.ready(context.request_id) and on.ready(lead.request_id) and not on.ready(segment.request_id)
+    end(on, context)
+    assert on.ready(segment.request_id) and not on.ready("r")
+
+    plan, [capture] = on.views.stream_plan(segment.request_id), on.views.captures(segment.request_id)
+    assert plan is not None and capture.has_context
+    assert on.views.stream_plan(lead.request_id) is None
+    (point,) = plan.points
+    assert (point.at, point.columns, point.replace_state) == (0, len(TEXT), True)
+    assert plan.kv_positions.tolist() == list(range(len(TEXT)))
+    expected = list(range(len(TEXT), len(TEXT) + len(DOCUMENT) - 3))
+    assert plan.positions.tolist() == expected
+    assert capture.positions is not None and capture.positions.tolist() == expected
+    assert (capture.lo, capture.hi) == (3, len(DOCUMENT) - 3), "indices of the request's own tokens"
+    end(on, lead, segment)
+    assert on.ready("r")
+
+
+def test_a_context_is_computed_once_for_all_prompts() -> None:
+    on = with_text()
+    end(on, *started(on))
+    other = started(on, "other", [*LEAD[5:], IDS.sep, *DOCUMENT[::-1], IDS.sep, *QUERY])
+    assert sorted(r.token_ids[0] for r in other) == sorted([LEAD[5], DOCUMENT[-1]])
+    assert on.ready(by_tokens(other)[DOCUMENT[-1]].request_id), "its context is here"
+    assert started(on, "warm") == [] and on.hits("warm").total() == len(LEAD) + len(DOCUMENT) - 6
+
+
+def test_the_prompts_own_leading_segment_as_context() -> None:
+    on = side(context="lead")
+    lead, segment = started(on)
+    assert not on.ready(segment.request_id)
+    end(on, lead)
+    assert on.ready(segment.request_id)
+
+
+def context_key(on: SchedulerSide) -> SegmentKey:
+    [key] = {w.context.key for w in on.segment_requests._segments.values() if w.context is not None}
+    return key
+
+
+def test_a_context_is_held_until_the_segment_behind_it_ends() -> None:
+    on = with_text()
+    found = by_tokens(started(on))
+    end(on, found[TEXT[0]])
+    key = context_key(on)
+    on.finished("r", completed=False)  # whoever asked is gone
+    on.directory.drop_unpinned()
+    assert on.directory.lookup(key) is Lookup.HIT and on.ready(found[DOCUMENT[0]].request_id)
+    for first in (LEAD[0], DOCUMENT[0]):
+        end(on, found[first])
+    assert on.directory.pinned == 0
+
+
+def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:
+    on = with_text()
+    found = by_tokens(started(on))
+    key, segment = context_key(on), found[DOCUMENT[0]].request_id
+    on.finished("r", completed=False)
+    on.finished(found[TEXT[0]].request_id, completed=False)
+    [again] = on.pump()
+    assert again.token_ids == list(TEXT) and again.for_request == segment
+    assert not on.ready(segment)
+    end(on, again)
+    assert on.ready(segment) and on.directory.lookup(key) is Lookup.HIT
+
+
+def test_a_segment_that_fails_is_computed_again_behind_its_context() -> None:
+    on = with_text()
+    found = by_tokens(started(on))
+    end(on, found[TEXT[0]])
+    on.finished(found[DOCUMENT[0]].request_id, completed=False)
+    [again] = on.pump()
+    assert again.token_ids == DOCUMENT[:-3] and again.waits and on.ready(again.request_id)
+    end(on, again, found[LEAD[0]])
+    assert on.ready("r")
+    end(on, "r")
+    assert on.directory.pinned == 0
+
+
+def test_a_context_that_is_deleted_serves_those_who_hold_it() -> None:
+    """The segment behind it fails and is computed again, behind the same record; others get another."""
+    on = with_text()
+    found = by_tokens(started(on))
+    key = context_key(on)
+    on.retention.drop_record(key)
+    later = by_tokens(started(on, "later"))
+    assert list(later) == [TEXT[0]], "a new context; what is under way is shared"
+    end(on, found[TEXT[0]])
+    assert on.ready(found[DOCUMENT[0]].request_id) and on.directory.lookup(key) is Lookup.PENDING
+    on.finished(found[DOCUMENT[0]].request_id, completed=False)
+    [again] = on.pump()
+    assert again.for_request == "r" and on.ready(again.request_id)
+    end(on, again, found[LEAD[0]])
+    assert on.ready("r") and not on.ready("later")
+    end(on, later[TEXT[0]])
+    assert on.ready("later")
+    end(on, "r", "later")
+    assert (on.directory.pinned, len(on.directory)) == (0, 3)
+
+
+def test_a_context_hurries_for_who_waits_for_a_segment_that_the_store_did_not_have() -> None:
+    """An urgent request found the segment on its way.  It is computed behind the first one's context, which
+    was deleted: the urgent request's own is another."""
+    on = with_text(store=STORE)
+    plan = on.planner.plan(PlanRequest(PROMPT, None, None, None))
+    assert plan is not None
+    on.admit("patient", plan, priority=5)
+    assert on.pump() == []
+    context, lead, segment = (place.serial for place in fetched(step(on)))
+    say(on, taken=(lead,), missed=(context,))
+    (first,) = on.pump()
+    on.retention.drop_record(plan.contexts[0].key)
+    on.admit("urgent", plan, priority=1)
+    assert on.pump() == [] and on.admission.take_raised() == {}
+    say(on, missed=(segment,))
+    (behind,) = on.pump()
+    assert (first.priority, behind.priority) == (5, 1) and on.admission.take_raised() == {first.request_id: 1}
+
+
+OTHER = list(range(200, 240))
+
+
+def prompt_of(*documents: list[int], lead: list[int] | None = None) -> list[int]:
+    return [*(lead or []), *(t for d in documents for t in (IDS.sep, *d)), IDS.sep, *QUERY]
+
+
+def computing(on: SchedulerSide) -> dict[int, str]:
+    """Segment requests by the first token that they compute."""
+    return {job.token_ids[0]: job.request_id for job in on.pump()}
+
+
+def leave(on: SchedulerSide, *names: str) -> None:
+    for name in names:
+        on.finished(name, completed=False)
+    on.directory.check_integrity()
+
+
+def test_what_nobody_else_wants_is_unwanted_once() -> None:
+    on = side()
+    admit(on, prompt_of(DOCUMENT, OTHER), "one")
+    admit(on, prompt_of(DOCUMENT), "two")
+    jobs = computing(on)
+    assert len(jobs) == 2 and on.take_unwanted() == []
+    leave(on, "one")
+    assert on.take_unwanted() == [jobs[OTHER[0]]], "the other one is waited for"
+    assert on.take_unwanted() == []
+    leave(on, jobs[OTHER[0]], "two")
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]]]
+    leave(on, jobs[DOCUMENT[0]])
+    assert len(on.directory) == 0 and on.pump() == []
+
+
+def test_a_request_that_has_no_room_yet_waits_for_it_too() -> None:
+    """It joins once it has room; while it is away, what it waits for is unwanted."""
+    many = [[1100 + 40 * i + j for j in range(40)] for i in range(7)]
+    on = side()
+    admit(on, prompt_of(*many, DOCUMENT), "one")
+    jobs = computing(on)
+    admit(on, prompt_of(DOCUMENT, OTHER), "two")
+    assert len(jobs) == 8 and on.pump() == [], "there is no room for the second's other record"
+    leave(on, "one")
+    unwanted = on.take_unwanted()
+    assert sorted(unwanted) == sorted(j for token, j in jobs.items() if token != DOCUMENT[0])
+    leave(on, *unwanted, "two")
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]]]
+
+
+def test_a_context_goes_with_the_last_that_is_computed_behind_it() -> None:
+    on = side()
+    admit(on, prompt_of(DOCUMENT, lead=LEAD), "one", hypic_context="lead")
+    jobs = computing(on)
+    assert jobs.keys() == {LEAD[0], DOCUMENT[0]}
+    leave(on, "one")
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]]], "the context is still waited for"
+    leave(on, jobs[DOCUMENT[0]])
+    assert on.take_unwanted() == [jobs[LEAD[0]]]
+    leave(on, jobs[LEAD[0]])
+    assert len(on.directory) == 0
+
+
+def test_what_is_there_or_was_never_computed_is_nobodys() -> None:
+    on = side()
+    admit(on, prompt_of(DOCUMENT), "one")
+    (job,) = computing(on).values()
+    on.finished(job, completed=True)
+    admit(on, prompt_of(OTHER), "two")  # pinned by no step yet
+    leave(on, "one", "two")
+    assert on.take_unwanted() == [] and on.pump() == []

@@ -134,9 +134,10 @@ def fetching(on: SchedulerSide, name: str = "r", *documents: int) -> RecordPlace
 
 
 def end(on: SchedulerSide, *ended: str | SegmentRequest) -> None:
-    """Requests and segment requests end well."""
+    """Requests and segment requests end well, and the books are right."""
     for each in ended:
         on.finished(each if isinstance(each, str) else each.request_id, completed=True)
+    on.directory.check_integrity()
 
 
 def counted(on: SchedulerSide, *names: str) -> list[int]:
@@ -172,7 +173,6 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     names = ("segments_loaded", "segments_hit", "segments_computed", "tokens_reused", "tokens_computed")
     assert counted(on, *names) == [1, 1, 1, 40, 42]
     end(on, "r")
-    on.directory.check_integrity()
 
 
 def test_without_a_store_nothing_is_fetched_or_stored() -> None:
@@ -258,7 +258,7 @@ def test_a_load_for_nobody_ends_quietly() -> None:
         on = side()
         place = fetching(on)
         on.finished("r", completed=False)
-        say(on, **({"taken": (place.serial,)} if found else {"missed": (place.serial,)}))
+        say(on, **{"taken" if found else "missed": (place.serial,)})
         assert on.pump() == []
         assert len(on.directory) == found
         on.directory.check_integrity()
@@ -284,7 +284,6 @@ def test_a_dropped_record_leaves_when_nobody_uses_it_and_leaves_the_store_twice(
     assert len(on.directory) == 0 and on.retention.has_orders
     assert [(o.action, o.key) for o in step(on)] == [(StoreAction.DELETE, key)]
     assert not on.retention.has_orders
-    on.directory.check_integrity()
 
 
 @pytest.mark.parametrize("expires", [False, True])
@@ -306,7 +305,6 @@ def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: boo
         say(on, taken=(place.serial,))
         assert on.ready(f"{i}")
         end(on, f"{i - 1}")
-        on.directory.check_integrity()
         assert len(on.directory) == 1, "the former record is gone"
     end(on, "3")
     assert step(on) == [], "the last record was asked for after all deletions: it stays in the store"
@@ -331,7 +329,6 @@ def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
     end(on, job)
     assert on.ready("later")
     end(on, "earlier", "later")
-    on.directory.check_integrity()
     assert on.directory.pinned == 0 and on.retention.record_state(key).resident
 
 
@@ -468,5 +465,4 @@ def test_what_was_stored_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatc
     on.retention.stored([key(0)])
     for i in range(1, 1000):
         on.retention.stored([key(1), key(i)])
-    stored = [i for i in range(1000) if on.retention.record_state(key(i)).stored]
-    assert stored == [1, *range(901, 1000)]
+    assert [i for i in range(1000) if on.retention.record_state(key(i)).stored] == [1, *range(901, 1000)]

@@ -132,8 +132,7 @@ def test_outcomes_become_the_report_once(worker: Worker) -> None:
     worker.store.end(save, Result.DONE)
     worker.others.end(push, Result.DONE)
     worker.others.end(failed, Result.FAILED, "nobody there")
-    report = worker.step()
-    assert report == WorkerReport(
+    assert worker.step() == WorkerReport(
         loads={
             1: LoadCount(taken=1, route="disk", transition_blocks=2),
             2: LoadCount(missed=1, instead=frozenset()),
@@ -148,8 +147,7 @@ def test_what_arrives_is_saved(worker: Worker) -> None:
     order = AwaitRecord(place(1))
     worker.step(order)
     worker.others.end(order, Result.DONE, route="tcp")
-    report = worker.step()
-    assert report == WorkerReport(loads={1: LoadCount(taken=1, route="tcp")})
+    assert worker.step() == WorkerReport(loads={1: LoadCount(taken=1, route="tcp")})
     assert worker.store.orders == [SaveRecord(place(1))]
     worker.store.end(worker.store.orders[0], Result.FAILED, "the record is gone")
     assert worker.step() is None, "a record that was not saved is no news"

@@ -51,9 +51,8 @@ class Turns:
     def held(self, tenant: str) -> Space:
         """What the tenant's records take that requests use, or that are being made."""
         entries = [e for e in self._side.directory._by_serial.values() if e.pins or not e.resident]
-        entries = [
-            e for e in entries if not e.is_checkpoint
-        ]  # checkpoints are none of their tenant's records
+        # Checkpoints are none of their tenant's records.
+        entries = [e for e in entries if not e.is_checkpoint]
         return sum((e.space for e in entries if self._engine.tenants[e.key] == tenant), Space())
 
     def _next(self) -> tuple[str | None, dict[str, str]]:

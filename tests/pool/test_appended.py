@@ -10,15 +10,8 @@ import pytest
 import torch
 
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
+from vllm_hypic.pool import tensors
 from vllm_hypic.pool.appended import append
-from vllm_hypic.pool.tensors import (
-    ConvRecords,
-    DecayRecords,
-    DiagonalRecords,
-    LinearRecords,
-    RetentionRecords,
-    StateRecords,
-)
 from vllm_hypic.pool.transition_blocks import NO_BLOCK, TransitionBlocks
 
 SLOTS, HEADS, K, V, TOKENS = 4, 5, 6, 3, 12
@@ -40,7 +33,7 @@ def recurrence(steps: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor,
     return transition, state
 
 
-def untouched(records: StateRecords, before: dict[str, torch.Tensor]) -> None:
+def untouched(records: tensors.StateRecords, before: dict[str, torch.Tensor]) -> None:
     """Of tensors by slot no other has changed."""
     others = [s for s in range(SLOTS) if s != OWN]
     for name, old in before.items():
@@ -49,7 +42,7 @@ def untouched(records: StateRecords, before: dict[str, torch.Tensor]) -> None:
             torch.testing.assert_close(now[others], old[others], rtol=0, atol=0, equal_nan=True)
 
 
-def copies(records: StateRecords) -> dict[str, torch.Tensor]:
+def copies(records: tensors.StateRecords) -> dict[str, torch.Tensor]:
     return {f.name: getattr(records, f.name).clone() for f in fields(records)}
 
 
@@ -63,7 +56,7 @@ class Matrices:
         cpu = torch.device("cpu")
         self.blocks = TransitionBlocks(4 * HEADS, K, [HEADS], SLOTS, torch.float16, cpu)
         self.blocks.storage.fill_(POISON)
-        self.records = LinearRecords(
+        self.records = tensors.LinearRecords(
             torch.full((SLOTS, HEADS, K, V), POISON),
             torch.zeros(SLOTS, 3, 8),
             self.blocks.storage,
@@ -117,8 +110,7 @@ def test_matrices(case: str, cut: int) -> None:
     torch.testing.assert_close(records.transition(OWN).double(), transition, rtol=0, atol=4e-3)
     untouched(records, old)
     torch.testing.assert_close(records.transitions[others], old["transitions"][others], rtol=0, atol=0)
-    live = HEADS - len(own | before)
-    assert made.blocks.settle(OWN) == live, "blocks of dead heads are given back"
+    assert made.blocks.settle(OWN) == HEADS - len(own | before), "blocks of dead heads are given back"
     taken = sum(int((records.block_of[s] != NO_BLOCK).sum()) for s in range(SLOTS))
     assert made.blocks.free == 4 * HEADS - taken
 
@@ -154,9 +146,9 @@ def test_decays(shape: str, cut: int) -> None:
     for slot, part in ((BASE, slice(None, cut)), (OWN, slice(cut, None))):
         state[slot] = recurrence(decays[part].diag_embed(), inputs[part])[1]
         log_transition[slot] = logs[part].sum(0)
-    records: StateRecords = RetentionRecords(state, log_transition)
+    records: tensors.StateRecords = tensors.RetentionRecords(state, log_transition)
     if shape == "convolution":
-        records = DecayRecords(state, randn(SLOTS, 3, 8, seed=5).float(), log_transition)
+        records = tensors.DecayRecords(state, randn(SLOTS, 3, 8, seed=5).float(), log_transition)
     old = copies(records)
     append(records, OWN, BASE, DEAD)
     wanted = recurrence(decays.diag_embed(), inputs)[1]
@@ -172,7 +164,7 @@ def test_diagonals(cut: int) -> None:
     elapsed = randn(TOKENS, HEADS, seed=7).abs() / 4
     decays = (a * elapsed[..., None]).exp()
     inputs = randn(TOKENS, HEADS, K, 1, seed=8)
-    records = DiagonalRecords(
+    records = tensors.DiagonalRecords(
         torch.full((SLOTS, HEADS, K), POISON),
         torch.zeros(SLOTS, 3, HEADS),
         torch.full((SLOTS, HEADS), POISON),
@@ -191,7 +183,7 @@ def test_diagonals(cut: int) -> None:
 
 
 def test_a_convolution_alone_has_the_last_inputs() -> None:
-    records = ConvRecords(randn(SLOTS, 3, 8, seed=9))
+    records = tensors.ConvRecords(randn(SLOTS, 3, 8, seed=9))
     old = records.conv_tail.clone()
     append(records, OWN, BASE, DEAD)
     assert torch.equal(records.conv_tail, old)

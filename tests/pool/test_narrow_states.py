@@ -9,39 +9,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hypic.pool import states
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, LatentGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords, narrowed, widened
 from vllm_hypic.pool.paged_states import PagedRecords
 from vllm_hypic.pool.state_layout import layout, least_pages
-from vllm_hypic.pool.states import (
-    ConvGeometry,
-    DecayGeometry,
-    DiagonalGeometry,
-    GatedRetentionGeometry,
-    LinearGeometry,
-    RetentionGeometry,
-    StateGeometry,
-)
 from vllm_hypic.pool.tensors import DevicePool, KeptRecords, LinearRecords
 
 CPU = torch.device("cpu")
 DTYPE = torch.bfloat16
 FAMILIES = (
-    LinearGeometry("layer", 3, 4, 5, 3, 7, DTYPE),
-    DecayGeometry("layer", 4, 6, 5, 3, 8, DTYPE),
-    DiagonalGeometry("layer", 6, 5, 3, DTYPE),
-    RetentionGeometry("layer", 3, 4, 5),
-    GatedRetentionGeometry("layer", 3, 4, 5),
+    states.LinearGeometry("layer", 3, 4, 5, 3, 7, DTYPE),
+    states.DecayGeometry("layer", 4, 6, 5, 3, 8, DTYPE),
+    states.DiagonalGeometry("layer", 6, 5, 3, DTYPE),
+    states.RetentionGeometry("layer", 3, 4, 5),
+    states.GatedRetentionGeometry("layer", 3, 4, 5),
 )
-CONV = ConvGeometry("layer", 2, 9, DTYPE)
+CONV = states.ConvGeometry("layer", 2, 9, DTYPE)
 SLOTS = 5
 
 
-def kind(geometry: StateGeometry) -> str:
+def kind(geometry: states.StateGeometry) -> str:
     return type(geometry).__name__
 
 
-def pool_of(geometry: StateGeometry) -> DevicePool:
+def pool_of(geometry: states.StateGeometry) -> DevicePool:
     narrow = replace(geometry, state_dtype=torch.float16)
     pool = DevicePool(PoolGeometry((), (narrow,), 4, 0, SLOTS, transition_blocks=40), CPU)
     for part in pool.linear["layer"].parts:
@@ -83,7 +75,7 @@ def test_what_is_no_number_stays_none(broken: float) -> None:
 
 
 @pytest.mark.parametrize("geometry", FAMILIES, ids=kind)
-def test_half_the_bytes(geometry: StateGeometry) -> None:
+def test_half_the_bytes(geometry: states.StateGeometry) -> None:
     narrow = replace(geometry, state_dtype=torch.float16)
     state, heads = geometry.parts[0].nbytes, geometry.parts[0].shape[0]
     assert narrow.slot_bytes == geometry.slot_bytes - state // 2 + heads
@@ -96,7 +88,7 @@ def test_layers_without_a_state_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("geometry", FAMILIES, ids=kind)
-def test_records_go_in_and_come_out(geometry: StateGeometry) -> None:
+def test_records_go_in_and_come_out(geometry: states.StateGeometry) -> None:
     """Captured as numbers 0 and 2 into slots 3 and 1; what else is in the pool stays as it is."""
     pool = pool_of(geometry)
     records = pool.linear["layer"]
@@ -129,7 +121,7 @@ ATTENTION = (
     AttentionGeometry("attention.2", 1, 8, FP8),
 )
 """Pieces of 128, 128, 96, 32 and 32 bytes."""
-KINDS: tuple[StateGeometry, ...] = (*FAMILIES, CONV)
+KINDS: tuple[states.StateGeometry, ...] = (*FAMILIES, CONV)
 sizes = st.lists(st.integers(1, 12).map(lambda n: 8 * n), min_size=1, max_size=5)
 parts = st.lists(st.integers(1, 2000), min_size=1, max_size=8)
 
@@ -154,7 +146,7 @@ def test_what_does_not_lie_in_pages(pieces: list[int], parts: list[int]) -> None
     assert least_pages(pieces, parts) == 0
 
 
-def pools(layer: StateGeometry) -> tuple[DevicePool, DevicePool]:
+def pools(layer: states.StateGeometry) -> tuple[DevicePool, DevicePool]:
     """One whose states have a memory of their own, and one where they lie in pages, full of what is no
     number."""
     own = PoolGeometry(
@@ -189,7 +181,7 @@ def equal(one: object, other: object) -> bool:
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "narrow"])
 @pytest.mark.parametrize("layer", KINDS, ids=kind)
-def test_as_in_a_memory_of_their_own(layer: StateGeometry, narrow: bool) -> None:
+def test_as_in_a_memory_of_their_own(layer: states.StateGeometry, narrow: bool) -> None:
     """Captured, and read in any order, beside those of another layer, and none."""
     if narrow:
         layer = replace(layer, state_dtype=torch.float16)

@@ -13,19 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_hypic.pool import states
 from vllm_hypic.pool.codec import IncomingRecord, RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords
 from vllm_hypic.pool.paged_states import PagedRecords
 from vllm_hypic.pool.plans import RecordPlace, StoredBase
-from vllm_hypic.pool.states import (
-    ConvGeometry,
-    DecayGeometry,
-    DiagonalGeometry,
-    LinearGeometry,
-    StateGeometry,
-)
 from vllm_hypic.pool.tensors import DevicePool, KeptRecords, LinearRecords
 from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
@@ -37,17 +31,17 @@ KEY = SegmentKey("ab" * 32)
 ATTENTION = tuple(
     AttentionGeometry(f"layers.{i}.attn", 2, 6, dtype) for i, dtype in ((1, torch.bfloat16), (3, FP8))
 )
-LINEAR = tuple(LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
-CONV = ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
-DECAY = DecayGeometry("layers.3.mamba", 4, 6, 5, 3, 8, torch.bfloat16)
-DIAGONAL = DiagonalGeometry("layers.4.mamba", 6, 5, 3, torch.bfloat16)
+LINEAR = tuple(states.LinearGeometry(f"layers.{i}.gdn", HEADS, 4, 5, 3, 7, torch.bfloat16) for i in (0, 2))
+CONV = states.ConvGeometry("layers.1.conv", 2, 9, torch.bfloat16)
+DECAY = states.DecayGeometry("layers.3.mamba", 4, 6, 5, 3, 8, torch.bfloat16)
+DIAGONAL = states.DiagonalGeometry("layers.4.mamba", 6, 5, 3, torch.bfloat16)
 MIXED = (LINEAR[0], CONV, LINEAR[1], DECAY, DIAGONAL)
 """No model has them all, but nothing rests on that."""
 NARROW = tuple(replace(layer, state_dtype=torch.float16) for layer in MIXED)
 
 
 def pool_of(
-    attention: bool = True, linear: tuple[StateGeometry, ...] = LINEAR, in_pages: bool = False
+    attention: bool = True, linear: tuple[states.StateGeometry, ...] = LINEAR, in_pages: bool = False
 ) -> DevicePool:
     """``in_pages``: states lie in pages behind the first ``PAGES``."""
     geometry = PoolGeometry(ATTENTION if attention else (), linear, PAGE, PAGES, SLOTS, transition_blocks=24)
@@ -146,11 +140,7 @@ def unchanged(pool: DevicePool) -> Iterator[None]:
     pages=st.permutations(range(PAGES)),
 )
 def test_round_trip_to_another_place(
-    columns: int,
-    dead: set[int],
-    leading: bool,
-    kinds: tuple[Any, ...],
-    pages: list[int],
+    columns: int, dead: set[int], leading: bool, kinds: tuple[Any, ...], pages: list[int]
 ) -> None:
     pool = pool_of(*kinds)
     source, target = place(0, pages[:3], columns, leading), place(2, pages[3:6], columns, leading)
@@ -174,7 +164,7 @@ def test_round_trip_to_another_place(
     )
 
 
-STORED: dict[StateGeometry, dict[str, tuple[str, tuple[int, ...]]]] = {
+STORED: dict[states.StateGeometry, dict[str, tuple[str, tuple[int, ...]]]] = {
     CONV: {"conv": ("bfloat16", (2, 9))},
     DECAY: {
         "state": ("float32", (4, 6, 5)),
@@ -187,7 +177,7 @@ STORED: dict[StateGeometry, dict[str, tuple[str, tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("leading", [False, True])
 @pytest.mark.parametrize("layer", STORED, ids=lambda layer: type(layer).__name__)
-def test_a_layer_without_transition_blocks_stores_its_parts(layer: StateGeometry, leading: bool) -> None:
+def test_what_a_layer_without_transition_blocks_stores(layer: states.StateGeometry, leading: bool) -> None:
     header = codec_of(pool_of(False, (layer,))).header(place(0, [0], 4, leading))
     stored = [(f"{layer.layer}.{part}", *told) for part, told in STORED[layer].items()]
     assert [(s.name, s.dtype, s.shape) for s in header.sections] == stored
@@ -261,8 +251,7 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
     header = codec.header(source)
     buffer = memoryview(np.zeros(record_nbytes(header), np.uint8))
     codec.mover.write(source, header, buffer, lambda fault: None)
-    raw = np.frombuffer(buffer, np.uint8).tobytes()
-    at = raw.find(bytes([1, 0, 1]))
+    at = bytes(buffer).find(bytes([1, 0, 1]))
     assert at > 0
     buffer[at : at + 3] = bytes(live)
     seal_record(buffer)

@@ -17,11 +17,11 @@ def name(i: int) -> ObjectName:
     return object_name(f"{i:064x}")
 
 
-def wait_for(fact: Callable[[], object], what: str) -> None:
+def wait_for(fact: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> None:
     """Until ``fact()`` is true; fails when that takes too long."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + within_s
     while not fact():
-        assert time.monotonic() < end, f"never happened: {what}"
+        assert time.monotonic() < end, f"not within {within_s:g} s: {what}"
         time.sleep(0.001)
 
 

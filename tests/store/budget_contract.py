@@ -104,8 +104,7 @@ class BudgetContract:
 
     def test_expiry_set_before_the_object_comes(self, small: Tier, clock):
         small.expire(name(0), clock() + 1)
-        data = put(small, 0, 250)
-        assert got(small, 0) == data
+        assert put(small, 0, 250) == got(small, 0)
         clock.advance(2)
         assert not small.may_hold(name(0)) and got(small, 0) is None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.protocol import Fetched, Reservation, Verdict
+from vllm_hypic.store.protocol import Fetched, Verdict
 from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, Hang, name, wait_for
@@ -43,16 +44,13 @@ def stuck(tier: AwkwardTier, operation: str, call: Callable[[], object]) -> Hang
     return hang
 
 
-def reserved(store: TieredStore, i: int) -> Reservation:
+def commit(store: TieredStore, i: int, data: bytes | None = None, **more: Any) -> None:
+    """``more``: what ``store.commit`` takes beside the reservation."""
     reservation = store.reserve(name(i), CacheValue(10, 1e9, SIZE))
     assert reservation is not None
-    return reservation
-
-
-def commit(store: TieredStore, i: int, data: bytes | None = None) -> None:
-    reservation = reserved(store, i)
-    reservation.buffer[:] = data or content(i)
-    store.commit(reservation)
+    if "finish" not in more:
+        reservation.buffer[:] = data or content(i)
+    store.commit(reservation, **more)
 
 
 def filled(store: TieredStore, *objects: int) -> None:
@@ -61,7 +59,7 @@ def filled(store: TieredStore, *objects: int) -> None:
     assert store.drain(PATIENCE_S)
 
 
-def only_report(store: TieredStore) -> Fetched:
+def reported(store: TieredStore) -> Fetched:
     reports: list[Fetched] = []
     wait_for(lambda: reports.extend(store.poll()) or reports, "a report")
     assert len(reports) == 1
@@ -72,9 +70,9 @@ def fetch(store: TieredStore, i: int, reading: Reading | None = None) -> str | N
     """The tier that had it; ``None`` also when nothing was started."""
     if not store.prefetch(name(i), SIZE, reading or Reading(i)):
         return None
-    return only_report(store).tier
+    return reported(store).tier
 
 
-def place(tier: AwkwardTier, i: int, data: bytes | None = None) -> None:
+def place(tier: AwkwardTier, *objects: int, data: bytes | None = None) -> None:
     """Left there by a former process."""
-    tier.objects[name(i)] = memoryview(data or content(i))
+    tier.objects.update((name(i), memoryview(data or content(i))) for i in objects)

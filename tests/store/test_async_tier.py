@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,9 @@ def put(tier: AsyncTier, i: int, expires: float | None = None) -> Future[str]:
         return tier.put(Item(name(i), memoryview(b"abc"), CacheValue(1, 1.0, 3), expires))
 
 
-def delete(tier: AsyncTier, i: int) -> None:
+def locked(tier: AsyncTier, method: Callable[..., None], *args: ObjectName) -> None:
     with tier._lock:
-        tier.delete(name(i))
+        method(*args)
 
 
 def test_it_knows_what_will_be_there(settled: Settled) -> None:
@@ -60,11 +61,10 @@ def test_it_knows_what_will_be_there(settled: Settled) -> None:
     first = put(tier, 1)
     run_all(tier)
     assert first.done and tier.holds(name(1))
-    delete(tier, 1)
+    locked(tier, tier.delete, name(1))
     assert name(1) in blocking.objects and not tier.may_hold(name(1)), "as good as deleted"
     second = put(tier, 2)
-    with tier._lock:
-        tier.clear()
+    locked(tier, tier.clear)
     assert not tier.may_hold(name(2))
     run_all(tier)
     assert blocking.objects == {} and second._value == "the record was deleted or has expired"
@@ -102,7 +102,7 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
 ) -> None:
     tier, blocking = settled
     blocking.fail("delete")
-    delete(tier, 1)
+    locked(tier, tier.delete, name(1))
     for _ in range(20):
         run_all(tier)
         clock.advance(60.0)
@@ -117,9 +117,8 @@ def test_a_deletion_that_can_never_be_done_is_given_up_loudly(
 def test_a_control_that_fails_keeps_its_place(settled: Settled, clock: ManualClock) -> None:
     tier, blocking = settled
     blocking.fail("delete")
-    delete(tier, 1)
-    with tier._lock:
-        tier.pin(name(1))
+    locked(tier, tier.delete, name(1))
+    locked(tier, tier.pin, name(1))
     for _ in range(3):
         run_all(tier)
         clock.advance(60.0)
@@ -140,9 +139,8 @@ def test_a_deletion_that_hangs_is_the_next_to_be_tried(clock: ManualClock) -> No
         tier.expire(clock())
 
     blocking.before.update(delete=hangs, pin=hangs)
-    with tier._lock:
-        tier.delete(name(1))
-        tier.pin(name(1))
+    locked(tier, tier.delete, name(1))
+    locked(tier, tier.pin, name(1))
     for _ in range(2):
         run_all(tier)
         clock.advance(60.0)
@@ -150,8 +148,7 @@ def test_a_deletion_that_hangs_is_the_next_to_be_tried(clock: ManualClock) -> No
     run_all(tier)
     assert blocking.calls[2:6] == ["delete", "delete", "delete", "pin"] and tier.stats.timeouts == 0
     blocking.before["pin"] = hangs
-    with tier._lock:
-        tier.pin(name(2))
+    locked(tier, tier.pin, name(2))
     run_all(tier)
     clock.advance(60.0)
     run_all(tier)
@@ -163,11 +160,8 @@ def test_an_object_that_expired_in_the_queue_is_not_written(settled: Settled, cl
     ended = put(tier, 1, clock() + 5)
     clock.advance(5.0)
     run_all(tier)
-    assert (
-        blocking.objects == {}
-        and tier.stats.stored == 0
-        and ended._value == "the record was deleted or has expired"
-    )
+    assert ended._value == "the record was deleted or has expired"
+    assert blocking.objects == {} and tier.stats.stored == 0
 
 
 def test_every_end_of_a_write_is_told_and_counted(settled: Settled) -> None:

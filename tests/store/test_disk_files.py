@@ -130,8 +130,7 @@ def test_files_of_others_are_not_touched(tier, on_disk, tmp_path):
 
 def test_short_reads_and_writes(tier, monkeypatch):
     monkeypatch.setattr(disk_files, "_MOST_AT_ONCE", 7)
-    data = put(tier, 1, 300)
-    assert got(tier, 1) == data
+    assert put(tier, 1, 300) == got(tier, 1)
 
 
 def test_a_file_that_shrinks_while_it_is_read(tier, tmp_path, monkeypatch):
@@ -262,8 +261,7 @@ def test_an_opening_process_that_takes_a_new_file_for_a_leftover(tier, tmp_path,
         real(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    data = put(tier, 1, 100)
-    assert got(tier, 1) == data
+    assert put(tier, 1, 100) == got(tier, 1)
 
 
 # -- a failing disk

@@ -96,8 +96,7 @@ def test_objects_of_others_are_found_and_booked(tier, on_disk):
 
 def test_objects_of_others_keep_the_reader_within_its_budget(tier, beside, tmp_path):
     put(beside, 1, 600)
-    data = put(tier, 2, 600)
-    assert got(beside, 2) == data
+    assert put(tier, 2, 600) == got(beside, 2)
     assert beside.used()[0] == 600
     assert not place(tmp_path, 1).exists()
 
@@ -106,8 +105,7 @@ def test_an_object_of_others_that_has_no_room_is_read_all_the_same(tier, on_disk
     beside = on_disk()
     put(beside, 1, 600)
     beside.pin(name(1))
-    data = put(tier, 2, 600)
-    assert got(beside, 2) == data
+    assert put(tier, 2, 600) == got(beside, 2)
     assert {h.name for h in beside.held()} == {name(1)}
 
 
@@ -177,8 +175,7 @@ def test_a_folder_that_somebody_emptied(tier, tmp_path):
     put(tier, 1, 300)
     shutil.rmtree(tmp_path)
     assert got(tier, 1) is None and tier.used()[0] == 0
-    data = put(tier, 2, 300)
-    assert got(tier, 2) == data
+    assert put(tier, 2, 300) == got(tier, 2)
 
 
 # -- what readers see meanwhile

@@ -11,7 +11,7 @@ from vllm_hypic.store.circuit_breaker import CircuitBreaker, State
 from vllm_hypic.store.executor import Dropped, Failed, IoTask, TimedOut, WatchdogExecutor
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tasks import Future, Task, Unavailable
-from vllm_hypic.store.tiers.base import TierError, TierFull
+from vllm_hypic.store.tiers.base import TierError
 
 from .awkward_tiers import Hang, wait_for
 from .conftest import ManualClock
@@ -213,14 +213,6 @@ def test_calls_run_in_order_and_a_failure_drops_the_rest(unstarted: Unstarted, c
     clock.advance(1.0)
     assert executor.run_one() and notes[-2:] == ["kept works", "kept done"]
     assert executor.up and executor.idle()
-
-
-def test_a_refusal_is_no_failure(unstarted: Unstarted) -> None:
-    executor, notes = unstarted
-    notes.submit("first", error=TierFull("full"))
-    notes.submit("second")
-    assert executor.run_one() and executor.run_one() and executor.up
-    assert notes == ["first works", "first refused: TierFull: full", "second works", "second done"]
 
 
 def test_what_goes_first_overtakes(unstarted: Unstarted) -> None:

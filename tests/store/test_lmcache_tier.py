@@ -1,26 +1,32 @@
-"""The embedded LMCache tier: memory alone, with a disk, with Redis."""
+"""The embedded LMCache tier: memory alone, with a disk, with Redis; the one of a real ``lmcache server``."""
 
+from __future__ import annotations
+
+import contextlib
+import os
 import random
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks.services import RedisServer
+from benchmarks.services import LMCacheServer, RedisServer
 from vllm_hypic.store.tiers import lmcache, lmcache_objects
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.lmcache import LMCacheTier
+from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 
 from .awkward_tiers import wait_for
 from .conftest import WallClock
+from .remote_contract import Connect, RemoteContract, connections
 from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, value
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 L1_BYTES = 64 << 20
 PASSWORD = "open-sesame-7"
@@ -186,24 +192,20 @@ def test_files_that_were_tampered_with(on_disk: LMCacheTier, part: str, fault: s
     path = only_on_disk(on_disk)[part == "head"]
     whole = path.read_bytes()
     middle = len(whole) // 2
-    match fault:
-        case "truncated":
-            path.write_bytes(whole[:middle])
-        case "altered":
-            path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-        case "longer":
-            path.write_bytes(whole + b"x")
-        case "empty":
-            path.write_bytes(b"")
-        case "gone":
-            path.unlink()
-        case "folder":
-            path.unlink()
-            path.mkdir()
-    if fault == "longer":
-        assert got(on_disk, 1) == data
-    else:
-        assert got(on_disk, 1) is None
+    if fault in ("gone", "folder"):
+        path.unlink()
+    if fault == "folder":
+        path.mkdir()
+    elif fault != "gone":
+        path.write_bytes(
+            {
+                "truncated": whole[:middle],
+                "altered": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+                "longer": whole + b"x",
+                "empty": b"",
+            }[fault]
+        )
+    assert got(on_disk, 1) == (data if fault == "longer" else None)
     if path.is_dir():
         path.rmdir()
     assert put(on_disk, 1, 100_000) == data == got(on_disk, 1)
@@ -259,22 +261,22 @@ def test_a_killed_redis_behind_lmcache(make_tier: MakeTier, redis_server: RedisS
             put(tier, 2, 100_000)
     finally:
         redis_server.start()
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            again = put(tier, 3, 100_000)
-            break
-        except TierError:
-            assert time.monotonic() < deadline, "it does not mend itself"
+    again = content(3, 100_000)
+
+    def mended() -> bool:
+        with contextlib.suppress(TierError):
+            return put(tier, 3, 100_000) == again
+        return False
+
+    wait_for(mended, "it mends itself")
     assert got(tier, 3) == again
     tier.close()
     fresh = make_tier([redis_l2(redis_server)])
     assert got(fresh, 1) == data and got(fresh, 3) == again
 
 
-def test_an_l2_that_cannot_be_written(make_tier: MakeTier, tmp_path: Path):
+def test_an_l2_that_cannot_be_written(make_tier: MakeTier, disk: dict[str, Any], tmp_path: Path):
     """A folder in the way of the files: root may write everywhere else."""
-    disk = {"type": "fs_native", "base_path": str(tmp_path / "l2")}
     tier = make_tier([disk], timeout_s=0.5)
     (tmp_path / "l2").rmdir()
     (tmp_path / "l2").write_text("in the way")
@@ -300,12 +302,17 @@ def test_a_wrong_l2_is_told_without_its_password(make_tier: MakeTier, l2: dict[s
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
-    [({"namespace": "a@b"}, "a@b"), ({"l1_bytes": 1000}, "l1_bytes is 1000")],
+    ("tier", "arguments", "told"),
+    [
+        (LMCacheTier, {"l1_bytes": L1_BYTES, "l2": [], "namespace": "a@b"}, "a@b"),
+        (LMCacheTier, {"l1_bytes": 1000, "l2": []}, "l1_bytes is 1000"),
+        (LMCacheServerTier, {"url": "tcp://127.0.0.1:5555", "namespace": "a@b"}, "a@b"),
+        (LMCacheServerTier, {"url": "127.0.0.1:5555"}, "127.0.0.1:5555"),
+    ],
 )
-def test_malformed_arguments_are_named(arguments: dict[str, Any], told: str):
+def test_malformed_arguments_are_named(tier: type[Tier], arguments: dict[str, Any], told: str):
     with pytest.raises(ValueError, match=told):
-        LMCacheTier(**{"name": "lmcache", "l1_bytes": L1_BYTES, "l2": [], **arguments})
+        tier("lmcache", **arguments)
 
 
 @pytest.mark.parametrize("found", ["0.5.5", "0.5.60", "0.6.0", None])
@@ -335,3 +342,77 @@ def test_importing_the_tier_imports_no_lmcache():
         "import sys, vllm_hypic.store.tiers.lmcache; sys.exit(bool({'lmcache', 'torch'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# -- a server with our module
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[LMCacheServer]:
+    with LMCacheServer(tmp_path_factory.mktemp("lmcache"), l1_gib=1 / 16) as server:
+        yield server
+
+
+@pytest.fixture
+def connect(server: LMCacheServer) -> Iterator[Connect]:
+    with connections(LMCacheServerTier, "lmcache", server.url) as connect:
+        yield connect
+
+
+@pytest.fixture
+def tier(connect: Connect) -> Iterator[LMCacheServerTier]:
+    """Open and empty."""
+    tier = connect()
+    yield tier
+    tier.open()
+    tier.clear()
+
+
+class TestServer(RemoteContract):
+    """The server's disk has everything."""
+
+
+def test_a_server_without_our_module_tells(tier: LMCacheServerTier, monkeypatch: pytest.MonkeyPatch):
+    import lmcache.v1.multiprocess.protocols.server_module as protocol
+
+    request = protocol.ServerModuleCallRequest
+    monkeypatch.setattr(
+        protocol, "ServerModuleCallRequest", lambda method, payload: request(f"other.{method}", payload)
+    )
+    with pytest.raises(TierError, match="unknown server module method"):
+        got(tier, 1)
+
+
+def test_larger_than_the_servers_memory_is_refused(tier: LMCacheServerTier, server: LMCacheServer):
+    size = tier.used()[1]
+    assert size == int(server.l1_gib * (1 << 30))
+    kept = put(tier, 1, 100)
+    with pytest.raises(TierFull, match="no room"):
+        put(tier, 2, size + 1)
+    assert got(tier, 1) == kept
+
+
+def test_the_module_needs_no_vllm():
+    code = "import sys, vllm_hypic.store.tiers.lmcache_module; sys.exit('vllm' in sys.modules)"
+    environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=120).returncode == 0
+
+
+def test_a_killed_test_run_leaves_no_server(tmp_path):
+    """The parent dies by SIGKILL, right after the server is up."""
+    code = f"""
+import os, signal, pathlib
+from benchmarks.services import Service
+class Sleeper(Service):
+    def command(self): return ["/bin/sleep", "300"]
+    def answers(self): return True
+s = Sleeper(pathlib.Path({str(tmp_path)!r}))
+s.start()
+print(s._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    pid = int(done.stdout)
+    wait_for(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end"
+    )

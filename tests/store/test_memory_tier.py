@@ -71,9 +71,8 @@ def test_size_is_that_of_the_bytes(tier):
 
 
 def test_not_open_yet(clock):
-    tier = MemoryTier("memory", 100, LruPolicy(), clock=clock)
     with pytest.raises(TierError, match="not open"):
-        put(tier, 1, 10)
+        put(MemoryTier("memory", 100, LruPolicy(), clock=clock), 1, 10)
 
 
 def test_open_again(tier):

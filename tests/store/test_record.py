@@ -128,9 +128,8 @@ def test_refused_until_sealed():
 
 
 def test_sealed_once():
-    buffer = written()
     with pytest.raises(ValueError, match="no record was begun"):
-        seal_record(buffer)
+        seal_record(written())
     longer = memoryview(bytearray(record_nbytes(HEADER) + 1))
     begin_record(longer[:-1], HEADER)
     with pytest.raises(ValueError, match=f"has {record_nbytes(HEADER)}"):
@@ -256,10 +255,8 @@ def test_the_namespace_is_told_by_the_first_bytes():
 
 def test_peek_bytes_are_enough_for_the_largest_header():
     names = [f"{i:0240}" for i in range(1010)]
-    header = replace(HEADER, sections=tuple(Section(n, "uint8", ()) for n in names))
-    data = bytes(written(header))
-    body = struct.unpack_from("<I", data, 12)[0]
-    assert 250_000 < body <= 1 << 18
+    data = bytes(written(replace(HEADER, sections=tuple(Section(n, "uint8", ()) for n in names))))
+    assert 250_000 < struct.unpack_from("<I", data, 12)[0] <= 1 << 18
     assert isinstance(peek_value(data[:PEEK_BYTES]), tuple)
 
 

@@ -9,7 +9,6 @@ import random
 import struct
 import tracemalloc
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -315,10 +314,6 @@ KINDS: list[tuple[Callable[[random.Random], bytes], set[Fault]]] = [
 ]
 
 
-def test_enough_mutations():
-    assert MUTATIONS * len(KINDS) >= 10_000
-
-
 def test_what_is_altered_is_otherwise_accepted():
     """Without this, all tests below would pass for a reader that refuses everything."""
     for data in (RECORD, TWIN, forged(BODY), sealed(HEADER, random.Random(0))):
@@ -328,19 +323,15 @@ def test_what_is_altered_is_otherwise_accepted():
 
 @pytest.mark.parametrize(("mutate", "faults"), KINDS, ids=[kind.__name__ for kind, _ in KINDS])
 def test_mutations_are_refused(mutate: Callable[[random.Random], bytes], faults: set[Fault]):
-    found: Counter[Fault] = Counter()
     for seed in range(MUTATIONS):
         data = mutate(random.Random(seed))
         assert data not in (RECORD, TWIN)
-        opened = open_record(memoryview(data), EXPECTED)
-        assert isinstance(opened, Fault), f"seed {seed}: accepted"
-        assert opened in faults, f"seed {seed}"
-        found[opened] += 1
+        assert open_record(memoryview(data), EXPECTED) in faults, f"seed {seed}"
         peek_value(data)
-    assert found.total() == MUTATIONS
 
 
 def test_every_fault_was_found():
+    assert MUTATIONS * len(KINDS) >= 10_000
     found = {
         open_record(memoryview(mutate(random.Random(seed))), EXPECTED)
         for mutate, _ in KINDS
@@ -439,10 +430,7 @@ def test_any_bytes(data: bytes):
 IDENTITY = [field for field in json.loads(BODY) if field not in ("tokens", "flops")]
 
 
-@given(
-    st.none() | st.sampled_from(IDENTITY) | st.tuples(st.integers(0, 3), st.integers(0, 2)),
-    JSON,
-)
+@given(st.none() | st.sampled_from(IDENTITY) | st.tuples(st.integers(0, 3), st.integers(0, 2)), JSON)
 @settings(max_examples=1500)
 def test_any_json(where: str | tuple[int, int] | None, value: object):
     """Instead of the body, of a field, or of a cell of the table of sections."""
@@ -462,8 +450,7 @@ def test_any_json(where: str | tuple[int, int] | None, value: object):
 
 
 def test_another_cache_value_is_all_that_a_forger_can_say():
-    data = forged(fields(tokens=7, flops=0.5))
-    record = open_record(memoryview(data), EXPECTED)
+    record = open_record(memoryview(forged(fields(tokens=7, flops=0.5))), EXPECTED)
     assert isinstance(record, OpenRecord)
     assert record.header == replace(HEADER, value_tokens=7, value_flops=0.5)
     assert bytes(record.sections["layer.1/s"]) == RECORD[-192:]

@@ -1,4 +1,5 @@
-"""The store over tiers: what is committed is found, moves up, and is whole; back-pressure; the end."""
+"""The store over tiers: what is committed is found, moves up, and is whole; back-pressure; the end; which
+objects a tier has."""
 
 from __future__ import annotations
 
@@ -8,28 +9,14 @@ import pytest
 
 from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction import make_policy
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import Look, Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
-from .stores import (
-    SIZE,
-    One,
-    Opener,
-    Reading,
-    Two,
-    commit,
-    content,
-    fetch,
-    filled,
-    only_report,
-    place,
-    reserved,
-    stuck,
-)
+from .stores import SIZE, One, Opener, Reading, Two, commit, content, fetch, filled, place, reported, stuck
 
 # -- the ordinary
 
@@ -54,11 +41,10 @@ def test_what_no_tier_holds_starts_nothing(opened: Opener) -> None:
 
 
 def test_a_tier_that_cannot_tell_is_asked(opened: Opener) -> None:
-    remote = AwkwardTier(tells=False)
-    store = opened(remote)
+    store = opened(AwkwardTier(tells=False))
     assert not store.holds(name(1))
     assert store.prefetch(name(1), SIZE, Reading(1))
-    assert only_report(store).tier is None
+    assert reported(store).tier is None
     filled(store, 1)
     assert fetch(store, 1) == "tier"
 
@@ -66,12 +52,10 @@ def test_a_tier_that_cannot_tell_is_asked(opened: Opener) -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_what_others_rest_on_leaves_after_them(full: bool) -> None:
     """Nor does it make room for them."""
-    tier = MemoryTier("memory", 4 * SIZE, make_policy("lru"))
-    store = TieredStore([tier], StoreSettings())
+    store = TieredStore([MemoryTier("memory", 4 * SIZE, make_policy("lru"))], StoreSettings())
     store.open()
     filled(store, *range(4 if full else 3))
-    reservation = reserved(store, 4)
-    store.commit(reservation, rests_on=(name(1), name(0)))
+    commit(store, 4, rests_on=(name(1), name(0)))
     assert store.drain(PATIENCE_S)
     leaving = []
     for i in range(5, 9):
@@ -84,14 +68,13 @@ def test_what_others_rest_on_leaves_after_them(full: bool) -> None:
 
 def test_finish_runs_once_before_the_tiers_write(one: One) -> None:
     store, tier = one
-    reservation = reserved(store, 1)
     runs: list[int] = []
 
     def finish(buffer: memoryview) -> None:
         runs.append(threading.get_ident())
         buffer[:] = content(1)
 
-    store.commit(reservation, finish)
+    commit(store, 1, finish=finish)
     assert store.drain(PATIENCE_S)
     assert bytes(tier.objects[name(1)]) == content(1)
     assert len(runs) == 1 and runs[0] != threading.get_ident()
@@ -99,12 +82,11 @@ def test_finish_runs_once_before_the_tiers_write(one: One) -> None:
 
 def test_what_cannot_be_finished_is_dropped(one: One, caplog: pytest.LogCaptureFixture) -> None:
     store, tier = one
-    reservation = reserved(store, 1)
 
     def finish(buffer: memoryview) -> None:
         raise RuntimeError("no checksum")
 
-    store.commit(reservation, finish)
+    commit(store, 1, finish=finish)
     assert store.drain(PATIENCE_S)
     assert tier.objects == {} and not store.holds(name(1)) and "no checksum" in caplog.text
 
@@ -131,8 +113,9 @@ def test_misused_calls_are_refused(opened: Opener) -> None:
     assert store.prefetch(name(1), SIZE, Reading(1))
     with pytest.raises(ValueError, match="not reported yet"):
         store.prefetch(name(1), SIZE, Reading(1))
-    assert only_report(store).tier == "tier"
-    reservation = reserved(store, 2)
+    assert reported(store).tier == "tier"
+    reservation = store.reserve(name(2), CacheValue(1, 1.0, SIZE))
+    assert reservation is not None
     store.abort(reservation)
     with pytest.raises(ValueError, match="committed or aborted before"):
         store.commit(reservation)
@@ -171,7 +154,6 @@ def test_what_is_being_written_is_read_from_the_queue(one: One) -> None:
 
 def test_a_reader_waits_for_the_checksum(opened: Opener) -> None:
     store = opened(AwkwardTier())
-    reservation = reserved(store, 1)
     begun, go_on = threading.Event(), threading.Event()
 
     def finish(buffer: memoryview) -> None:
@@ -179,13 +161,13 @@ def test_a_reader_waits_for_the_checksum(opened: Opener) -> None:
         assert go_on.wait(PATIENCE_S)
         buffer[:] = content(1)
 
-    store.commit(reservation, finish)
+    commit(store, 1, finish=finish)
     assert begun.wait(PATIENCE_S)
     reading = Reading(1)
     assert store.prefetch(name(1), SIZE, reading)
     assert store.poll() == [] and reading.seen == []
     go_on.set()
-    assert only_report(store).tier == "queue" and reading.seen == [content(1)]
+    assert reported(store).tier == "queue" and reading.seen == [content(1)]
 
 
 def test_a_full_tier_refuses_and_stays_up(two: Two) -> None:
@@ -240,7 +222,7 @@ def test_what_is_deleted_while_it_is_fetched_does_not_move_up(two: Two) -> None:
     store.delete(name(1))
     assert store.drain(PATIENCE_S)
     slow.release()
-    assert only_report(store).tier == "slow", "it was there when the fetch began"
+    assert reported(store).tier == "slow", "it was there when the fetch began"
     assert store.drain(PATIENCE_S)
     assert fast.objects == {}
 
@@ -250,7 +232,7 @@ def test_what_is_deleted_while_it_is_fetched_does_not_move_up(two: Two) -> None:
 
 def test_a_damaged_object_is_deleted_and_the_next_tier_asked(two: Two) -> None:
     store, fast, slow = two
-    place(fast, 1, b"?" * SIZE)
+    place(fast, 1, data=b"?" * SIZE)
     place(slow, 1)
     reading = Reading(1)
     assert fetch(store, 1, reading) == "slow"
@@ -263,7 +245,7 @@ def test_a_damaged_object_is_deleted_and_the_next_tier_asked(two: Two) -> None:
 
 def test_an_object_longer_than_the_limit_is_not_shown_to_the_reader(one: One) -> None:
     store, tier = one
-    place(tier, 1, content(1) + b"!")
+    place(tier, 1, data=content(1) + b"!")
     reading = Reading(1)
     assert fetch(store, 1, reading) is None
     assert reading.seen == [] and store.drain(PATIENCE_S) and tier.objects == {}
@@ -286,7 +268,7 @@ def test_a_reader_that_raises_ends_its_fetch(one: One, caplog: pytest.LogCapture
         raise RuntimeError("reader's fault")
 
     assert store.prefetch(name(1), SIZE, reader)
-    assert only_report(store).tier is None
+    assert reported(store).tier is None
     assert "reader's fault" in caplog.text and name(1) in tier.objects
     (stats,) = store.stats().tiers.values()
     assert stats.errors == 1
@@ -324,3 +306,137 @@ def test_close_leaves_a_tier_that_hangs(opened: Opener, caplog: pytest.LogCaptur
     tier.release()
     wait_for(lambda: tier.closed, "its close")
     assert reading.seen == []
+
+
+# -- which objects a tier has: told when their writes have ended, else as the tier itself says
+
+
+def answer(look: Look) -> Look:
+    wait_for(lambda: look.there is not None, "an answer")
+    return look
+
+
+def fault(store: TieredStore, i: int) -> str:
+    look = answer(store.look_for([name(i)], "tier"))
+    assert not look.there
+    return look.fault
+
+
+def is_there(store: TieredStore, i: int, tier: str = "tier") -> bool:
+    look = answer(store.look_for([name(i)], tier))
+    assert not look.fault
+    return look.there == {name(i)}
+
+
+def test_the_tier_itself_is_asked_and_gives_no_bytes(opened: Opener) -> None:
+    remote = AwkwardTier(tells=False)
+    store = opened(AwkwardTier("fast"), remote)
+    assert not is_there(store, 1)
+    place(remote, 1)  # by another engine
+    assert is_there(store, 1)
+    assert "get" not in remote.calls and "put" not in remote.calls
+    with pytest.raises(KeyError, match=r"no tier is named 'slow': there are \['fast', 'tier'\]"):
+        store.look_for([name(1)], "slow")
+
+
+def test_a_write_under_way_is_waited_for(two: Two) -> None:
+    store, _, slow = two
+    stuck(slow, "put", lambda: commit(store, 1))
+    looks = [store.look_for([name(1)], "slow") for _ in range(2)]
+    assert is_there(store, 1, "fast"), "what is over in one tier does not wait for another"
+    assert [look.there for look in looks] == [None, None]
+    slow.release()
+    assert [answer(look).there for look in looks] == [{name(1)}] * 2
+    assert "first" not in slow.calls
+
+
+def test_a_refused_write_is_told_with_its_reason(one: One) -> None:
+    store, tier = one
+    hang = stuck(tier, "put", lambda: commit(store, 1))
+    commit(store, 2)
+    look = store.look_for([name(2)], "tier")
+    tier.before["put"] = full
+    hang.release()
+    assert answer(look) == Look(frozenset(), "TierFull: full")
+    assert not is_there(store, 2), "asked when the write is over"
+
+
+def test_what_fails_or_hangs_is_told(opened: Opener, clock: ManualClock) -> None:
+    tier = AwkwardTier(tells=False)
+    store = opened(tier)
+    filled(store, 1)
+    hang = tier.hang("first")
+    look = store.look_for([name(1)], "tier")
+    hang.wait_until_entered()
+    clock.advance(6)
+    assert answer(look).fault == "the tier did not answer within 5 s"
+    assert fault(store, 1) == "the tier is bypassed"
+    tier.recover()
+    clock.advance(2)
+    assert is_there(store, 1), "the look is the probe"
+    tier.fail("first")
+    assert fault(store, 1) == "TierError: first failed"
+
+
+def test_who_waits_for_others_has_a_deadline_too(opened: Opener, clock: ManualClock) -> None:
+    tier = AwkwardTier(tells=False)
+    store = opened(tier, readers=1)
+    place(tier, 1)
+    slow = tier.hang("first")
+    looks = [store.look_for([name(1)]) for _ in range(3)]
+    slow.wait_until_entered()
+    clock.advance(3)
+    slower = tier.hang("first")
+    slow.release()
+    slower.wait_until_entered()
+    clock.advance(3)
+    assert answer(looks[2]).there == frozenset(), "it has waited in vain"
+    assert looks[1].there is None
+    slower.release()
+    assert [answer(look).there for look in looks[:2]] == [{name(1)}] * 2
+
+
+def test_a_deleted_object_is_not_there(opened: Opener) -> None:
+    tier = AwkwardTier(tells=False)
+    store = opened(tier)
+    hang = stuck(tier, "put", lambda: commit(store, 1))
+    look = store.look_for([name(1)], "tier")
+    store.delete(name(1))
+    assert answer(look).fault == "the record was deleted, or could not be completed"
+    hang.release()
+    place(tier, 2)
+    stuck(tier, "delete", lambda: store.delete(name(2)))
+    assert not is_there(store, 2), "its delete is under way"
+
+
+def test_a_closed_store_says_so(opened: Opener) -> None:
+    store = opened(AwkwardTier())
+    store.close()
+    assert fault(store, 1) == "the store is closed"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_which_of_many_are_there(opened: Opener, tells: bool) -> None:
+    """All, where the tier can tell; else the first."""
+    tier = AwkwardTier(tells=tells)
+    store = opened(tier)
+    place(tier, 70, 90)
+    names = [name(i) for i in range(100)]
+    assert answer(store.look_for(names)).there == ({name(70), name(90)} if tells else {name(70)})
+    assert "get" not in tier.calls
+    assert tier.calls.count("first") == (0 if tells else 2), "many are looked for at once"
+
+
+def test_a_tier_that_fails_has_none(opened: Opener) -> None:
+    failing, other = AwkwardTier(tells=False), AwkwardTier("other")
+    store = opened(failing, other)
+    place(failing, 1)
+    place(other, 2)
+    failing.fail("first")
+    assert answer(store.look_for([name(1), name(2)])).there == {name(2)}
+
+
+def test_what_is_being_written_is_there(one: One) -> None:
+    store, tier = one
+    stuck(tier, "put", lambda: commit(store, 1))
+    assert answer(store.look_for([name(1), name(2)])).there == {name(1)}

@@ -14,20 +14,7 @@ from vllm_hypic.store.protocol import Verdict
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, name, wait_for
 from .conftest import ManualClock
-from .stores import (
-    DEADLINE_S,
-    SIZE,
-    One,
-    Opener,
-    Reading,
-    Two,
-    commit,
-    fetch,
-    filled,
-    only_report,
-    place,
-    stuck,
-)
+from .stores import DEADLINE_S, SIZE, One, Opener, Reading, Two, commit, fetch, filled, place, reported, stuck
 
 # -- deadlines
 
@@ -36,36 +23,30 @@ def test_a_hanging_tier_leaves_time_for_the_next(two: Two, clock: ManualClock) -
     store, fast, slow = two
     place(fast, 1)
     place(slow, 1)
-    hang = fast.hang("get")
-    reading = Reading(1)
-    assert store.prefetch(name(1), SIZE, reading)
-    hang.wait_until_entered()
+    stuck(fast, "get", lambda: store.prefetch(name(1), SIZE, Reading(1)))
     clock.advance(DEADLINE_S / 2)
-    assert only_report(store).tier == "slow"
+    assert reported(store).tier == "slow"
     assert not store.stats().tiers["fast"].up and store.stats().tiers["fast"].timeouts == 1
 
 
 def test_what_was_spent_before_counts(one: One, clock: ManualClock) -> None:
     store, tier = one
-    for i in (1, 2):
-        place(tier, i)
+    place(tier, 1, 2)
     assert store.prefetch(name(2), SIZE, Reading(2), DEADLINE_S)
-    assert only_report(store).tier is None, "nothing is left"
+    assert reported(store).tier is None, "nothing is left"
     stuck(tier, "get", lambda: store.prefetch(name(1), SIZE, Reading(1), DEADLINE_S - 1))
     clock.advance(1)
-    assert only_report(store).tier is None
+    assert reported(store).tier is None
 
 
 def test_a_late_answer_is_not_read(opened: Opener, clock: ManualClock) -> None:
     tier = AwkwardTier()
     place(tier, 1)
     store = opened(tier, readers=1)
-    hang = tier.hang("get")
     reading = Reading(1)
-    assert store.prefetch(name(1), SIZE, reading)
-    hang.wait_until_entered()
+    stuck(tier, "get", lambda: store.prefetch(name(1), SIZE, reading))
     clock.advance(DEADLINE_S)
-    report = only_report(store)
+    report = reported(store)
     assert report.tier is None and report.seconds >= DEADLINE_S
     tier.release()
     wait_for(lambda: store._tiers[0].reads._hung == 0, "the thread's return")
@@ -74,15 +55,11 @@ def test_a_late_answer_is_not_read(opened: Opener, clock: ManualClock) -> None:
 
 def test_time_in_the_queue_counts_but_is_not_the_tiers_fault(opened: Opener, clock: ManualClock) -> None:
     tier = AwkwardTier()
-    place(tier, 1)
-    place(tier, 2)
+    place(tier, 1, 2)
     store = opened(tier, readers=1)
-    hang = tier.hang("get")
-    first, second = Reading(1), Reading(2)
-    store.prefetch(name(1), SIZE, first)
-    hang.wait_until_entered()
+    stuck(tier, "get", lambda: store.prefetch(name(1), SIZE, Reading(1)))
     clock.advance(DEADLINE_S / 2)
-    store.prefetch(name(2), SIZE, second)
+    store.prefetch(name(2), SIZE, Reading(2))
     tier.release()
     wait_for(lambda: store.stats().inflight == 0, "both to end")
     assert {f.tier for f in store.poll()} == {"tier"} and store.stats().tiers["tier"].up
@@ -103,7 +80,7 @@ def test_a_reader_that_runs_when_time_is_over_is_waited_for(one: One, clock: Man
     clock.advance(10 * DEADLINE_S)
     assert store.poll() == []
     go_on.set()
-    assert only_report(store).tier == "tier" and store.stats().tiers["tier"].up
+    assert reported(store).tier == "tier" and store.stats().tiers["tier"].up
 
 
 def test_nothing_waits_for_a_tier_that_hangs_everywhere(one: One, clock: ManualClock) -> None:
@@ -133,13 +110,11 @@ def test_nothing_waits_for_a_tier_that_hangs_everywhere(one: One, clock: ManualC
 def test_a_fetch_that_comes_while_deadlines_are_looked_at(opened: Opener, clock: ManualClock) -> None:
     """One that leaves a tier asks for the time: in that moment another thread starts a fetch."""
     hanging, well = AwkwardTier("hanging"), AwkwardTier("well")
-    for tier, i in ((hanging, 1), (hanging, 2), (well, 2), (well, 3)):
-        place(tier, i)
+    place(hanging, 1, 2)
+    place(well, 2, 3)
     store = opened(hanging, well, readers=1)
-    hang = hanging.hang("get")
     well.hang("get")
-    store.prefetch(name(1), SIZE, Reading(1))
-    hang.wait_until_entered()
+    stuck(hanging, "get", lambda: store.prefetch(name(1), SIZE, Reading(1)))
     store.prefetch(name(2), SIZE, Reading(2))  # waits for the one reader, half as long
     leaving = store._fetches[name(2)]
     came = threading.Event()
@@ -212,10 +187,8 @@ def test_writes_to_a_bypassed_tier_are_dropped_for_it_alone(two: Two, clock: Man
 
 def test_a_hanging_write_holds_no_later_one_up(one: One, clock: ManualClock) -> None:
     store, tier = one
-    hang = tier.hang("put")
-    commit(store, 1)
+    stuck(tier, "put", lambda: commit(store, 1))
     commit(store, 2)
-    hang.wait_until_entered()
     clock.advance(10.0)
     assert store.drain(PATIENCE_S), "dropped for a tier that is down"
     stats = store.stats().tiers["tier"]
@@ -282,10 +255,8 @@ def test_a_tier_that_hangs_in_open_does_not_keep_the_engine_from_starting(opened
 
 def test_a_delete_overtakes_a_put(one: One) -> None:
     store, tier = one
-    hang = tier.hang("put")
-    commit(store, 1)
+    stuck(tier, "put", lambda: commit(store, 1))
     commit(store, 2)
-    hang.wait_until_entered()
     store.delete(name(1))
     store.delete(name(2))
     for i in (1, 2):
@@ -318,30 +289,23 @@ def test_a_delete_wins_over_a_put_that_comes_back_late(
     assert set(tier.objects) == {name(2)} and not store.holds(name(1))
 
 
-def test_a_delete_waits_for_a_bypassed_tier(one: One, clock: ManualClock) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_delete_that_fails_or_hangs_is_tried_again(one: One, clock: ManualClock, hangs: bool) -> None:
     store, tier = one
     filled(store, 1)
-    tier.fail("delete")
-    store.delete(name(1))
-    wait_for(lambda: not store.stats().tiers["tier"].up, "bypassed")
+    if hangs:
+        stuck(tier, "delete", lambda: store.delete(name(1)))
+        clock.advance(10.0)
+        store.poll()
+    else:
+        tier.fail("delete")
+        store.delete(name(1))
+        wait_for(lambda: not store.stats().tiers["tier"].up, "bypassed")
     assert not store.holds(name(1)) and name(1) in tier.objects
     tier.recover()
     clock.advance(1.0)
     commit(store, 2)
-    wait_for(lambda: name(1) not in tier.objects, "deleted")
-
-
-def test_a_delete_that_hangs_is_tried_again(one: One, clock: ManualClock) -> None:
-    store, tier = one
-    filled(store, 1)
-    stuck(tier, "delete", lambda: store.delete(name(1)))
-    tier.recover()
-    clock.advance(10.0)
-    store.poll()
-    assert not store.holds(name(1)) and name(1) in tier.objects
-    clock.advance(1.0)
-    commit(store, 2)
-    wait_for(lambda: name(1) not in tier.objects, "deleted by another thread")
+    wait_for(lambda: name(1) not in tier.objects, "deleted, by another thread than one that hangs")
 
 
 def test_what_is_committed_after_a_delete_stays(one: One) -> None:

@@ -202,8 +202,7 @@ class TierContract:
         self.assert_absent(tier, 1)
         self.assert_absent(tier, 2)
         self.assert_uses(tier, 0)
-        data = put(tier, 3, 100)
-        assert got(tier, 3) == data
+        assert put(tier, 3, 100) == got(tier, 3)
 
     # -- expiry
 

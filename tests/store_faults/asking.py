@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import httpx
+from store.awkward_tiers import wait_for
 
 from examples.demo.single import Task, make_tasks
 from vllm_hypic.harness.serving import Server
@@ -111,10 +112,7 @@ class Clients:
     def wait_for(self, more: int) -> None:
         """Until ``more`` requests were answered, or one wrongly."""
         until = self.answered + more
-        deadline = time.monotonic() + BOUND_S
-        while self.answered < until and not self.wrong:
-            assert time.monotonic() < deadline, f"not {more} answers within {BOUND_S:g} s"
-            time.sleep(0.02)
+        wait_for(lambda: self.answered >= until or self.wrong, f"{more} answers", BOUND_S)
 
 
 class PlainStream:
@@ -140,10 +138,7 @@ class PlainStream:
     def __enter__(self) -> Self:
         self._ticker.start()
         self._thread.start()
-        deadline = time.monotonic() + BOUND_S
-        while len(self._times) < 10 and self._fault is None:
-            assert time.monotonic() < deadline, "no plain answer"
-            time.sleep(0.01)
+        wait_for(lambda: len(self._times) >= 10 or self._fault, "plain answers", BOUND_S)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:

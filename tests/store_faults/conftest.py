@@ -77,9 +77,7 @@ class Stand:
     def disk(self) -> SmallDisk:
         """For tests that break it."""
         if self.small_disk is None:
-            pytest.skip(
-                "needs a file system of its own: this user may not mount one, nor have a user namespace"
-            )
+            pytest.skip("needs a file system of its own: this user may mount none, nor have a user namespace")
         return self.small_disk
 
     def push_out(self) -> None:
@@ -162,12 +160,7 @@ def stand(_stand: Stand) -> Iterator[Stand]:
         _stand.recover(tier)
     yield _stand
     found = settled(_stand.server)
-    assert _all_up(found), found
-    assert not any(tier["corrupt"] for tier in found.values()), found
-
-
-def _all_up(found: dict[str, dict[str, float]]) -> bool:
-    return all(tier["up"] for tier in found.values())
+    assert all(tier["up"] and not tier["corrupt"] for tier in found.values()), found
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
