@@ -73,9 +73,7 @@ class Worker:
             case orders.FetchRecord(place) | orders.AwaitRecord(place):
                 if isinstance(order, orders.FetchRecord):
                     self.instead[place.serial] = order.instead
-                assert all(p.key != place.key for p in self.moving.values()), (
-                    "the store refuses a second fetch"
-                )
+                assert all(p.key != place.key for p in self.moving.values()), "a second fetch is refused"
                 self.write(place.serial, place.slot, place.stored_slots)
                 self.slots[place.slot] = Content(place.serial, place.key)
                 self.moving[place.serial], self.left[place.serial] = place, self.ranks
@@ -177,9 +175,7 @@ class Worker:
             self.awaited.discard(serial)
         if found:
             content = self.slots[place.slot]
-            assert (content.serial, content.key) == (serial, place.key), (
-                "its slot was given away while it was made"
-            )
+            assert (content.serial, content.key) == (serial, place.key), "its slot was given away"
             histories = self.histories[place.key]
             there = len(histories) - len(place.stored_slots)
             self.check_columns(place.slot_mapping[:there], histories[:there])

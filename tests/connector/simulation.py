@@ -128,11 +128,7 @@ class Engine:
             }
         )
         self.side = SchedulerSide(
-            config,
-            self.words.geometry,
-            Namespace.from_config({}),
-            4096,
-            lambda: IDS,
+            *(config, self.words.geometry, Namespace.from_config({}), 4096, lambda: IDS),
             ranks=self.ranks,
             texts=PlanningTexts(context=lambda: TEXT),
         )

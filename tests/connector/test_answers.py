@@ -160,13 +160,11 @@ def test_nothing_is_left_of_deleted_records_and_former_weights(side: Side) -> No
     side.decode("unknown", side.begin("unknown", PROMPT), PAGE - 3)
     side.end("unknown", (*PROMPT, *ANSWER[: PAGE - 4]))
     assert not side.has((*PROMPT, *ANSWER)[: 4 * PAGE])
-    computed = side.begin("a", PROMPT)
-    side.decode("a", computed, 2 * PAGE)
+    side.decode("a", side.begin("a", PROMPT), 2 * PAGE)
     side.side.directory.discard(side.plan(PROMPT).segments[0].key)
     side.end("a", (*PROMPT, *ANSWER))
     assert not side.has((*PROMPT, *ANSWER)[: 5 * PAGE])
-    computed = side.begin("b", PROMPT)
-    side.decode("b", computed, 2 * PAGE)
+    side.decode("b", side.begin("b", PROMPT), 2 * PAGE)
     side.side.reset("other")
     side.end("b", (*PROMPT, *ANSWER))
     assert len(side.side.directory) == 0
@@ -221,8 +219,7 @@ def test_an_end_counts_once_it_would_have_left_the_tiers_too() -> None:
 def test_what_grows_counts_to_its_tenants_share() -> None:
     """Its own pages, and a state; what it began with is the prompt's."""
     side = Side(max_tenant_fraction=0.5)
-    computed = side.begin("a", PROMPT, "tenant")
-    side.decode("a", computed, 2 * PAGE)
+    side.decode("a", side.begin("a", PROMPT, "tenant"), 2 * PAGE)
     assert side.side.directory.held_by("tenant") == Space(3 + 3, 2)
     side.side.directory.check_integrity()
     side.end("a", (*PROMPT, *ANSWER[: 2 * PAGE + 1]))
@@ -395,8 +392,7 @@ def test_none_stand_inside_where_prompts_only_grow(places: PrefixPlacement) -> N
     assert places.kept(prefix(*text(999, 3 * APART))) == set()
     assert places.kept(prefix(*text(777, 3)), prompts_grow=True) == set()
     assert places.kept(prefix(*text(777, 9)), prompts_grow=True) == set(), "nobody else parts there"
-    forks = prefix(*text(777, 5), *text(778, 1))
-    assert places.kept(forks, prompts_grow=True) == {5 * PAGE}
+    assert places.kept(prefix(*text(777, 5), *text(778, 1)), prompts_grow=True) == {5 * PAGE}
 
 
 def test_one_stands_where_prompts_have_parted(places: PrefixPlacement) -> None:

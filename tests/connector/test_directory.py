@@ -15,22 +15,16 @@ from vllm_hypic.store.eviction import PolicyName, make_policy
 
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 5, 4, 10
 NEEDS = {
-    SegmentKey(name): Need(columns, transition_blocks)
-    for name, columns, transition_blocks in zip(
-        "abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), (3, 3, 0, 3, 3, 3, 3, 3), strict=True
-    )
+    SegmentKey(name): Need(columns, 0 if name == "c" else 3)
+    for name, columns in zip("abcdefgh", (1, 4, 5, 8, 12, 13, 20, 40), strict=True)
 }
 """Every record that the machine asks for; a key always needs the same."""
 
 
 def directory(
-    pages: int = PAGES,
-    slots: int = SLOTS,
-    transition_blocks: int = 100,
-    policy: PolicyName = "lru",
-    state_pages: int = 0,
+    slots: int = SLOTS, transition_blocks: int = 100, policy: PolicyName = "lru", state_pages: int = 0
 ) -> SegmentDirectory:
-    total = Space(pages, slots, transition_blocks)
+    total = Space(PAGES, slots, transition_blocks)
     return SegmentDirectory(total, PAGE_TOKENS, policy=make_policy(policy), state_pages=state_pages)
 
 

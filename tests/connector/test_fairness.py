@@ -209,9 +209,7 @@ def test_who_holds_room_is_as_urgent_as_the_request_that_waits_for_it() -> None:
     assert on.pump() == [] and on.admission.take_raised() == {"runs": 1}, "it waits for its own tenant alone"
     admit(on, "more urgent", 3, tenant="c")
     assert on.pump() == []
-    assert on.admission.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, (
-        "it waits for whoever ends first"
-    )
+    assert on.admission.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, "for whoever ends first"
     assert on.pump() == [] and on.admission.take_raised() == {}
 
 

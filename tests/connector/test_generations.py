@@ -11,7 +11,7 @@ from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey, segment_key
 
-from .test_scheduler_store import admit, end, fetched, next_orders, say, side, step
+from .test_scheduler_store import admit, end, fetched, next_step, say, side, step
 from .test_scheduler_transfer import ELSEWHERE, parallel_side, pushes
 
 
@@ -79,7 +79,7 @@ def test_a_running_request_ends_with_its_records_and_a_new_one_gets_others() -> 
 def test_what_is_being_computed_serves_only_who_waited_for_it() -> None:
     on = side()
     (old,) = admit(on, "old", 0)
-    say(on, missed=tuple(p.serial for p in fetched(next_orders(on))))
+    say(on, missed=tuple(p.serial for p in fetched(next_step(on))))
     (job,) = on.pump()
     on.reset("2")
     [plan] = on.views.captures(job.request_id)

@@ -21,9 +21,7 @@ Ranges = list[tuple[int, int]]
 def plan_of(lengths: list[int], islands: list[Ranges], seam: int) -> PromptPlan:
     """A prompt of segments of these lengths, with ``islands`` in their interiors."""
     at = [0, *accumulate([*lengths, 5])]
-    pieces = [
-        Piece(tuple(range(first, stop)), range(first, stop), stop - first) for first, stop in pairwise(at)
-    ]
+    pieces = [Piece(tuple(range(a, b)), range(a, b), b - a) for a, b in pairwise(at)]
     return build_plan(
         ParsedPrompt((Piece((), range(0), 0), *pieces), at[-1], has_primitives=True),
         parse_link("hypic", seam, islands="query-50"),

@@ -106,10 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 12 * bool(worker.moving),
                 lambda: absorb(worker.arrive(pick(worker.moving), found=draw(st.booleans()))),
             ),
-            "record_is_left_in_a_tier": (
-                2 * bool(awaited),
-                lambda: absorb(worker.leave_in_tier(pick(awaited))),
-            ),
+            "record_left_in_a_tier": (2 * bool(awaited), lambda: absorb(worker.leave_in_tier(pick(awaited)))),
             "record_is_saved": (4 * bool(worker.unsaved), lambda: absorb(worker.save())),
             "push_ends": (
                 4 * bool(worker.pushing),
@@ -123,10 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         disturbances: dict[str, tuple[int, Callable[[], object]]] = {
             "abort": (2, self.abort),
             "delete": (2, lambda: engine.delete(pick(self.keys_in_use()))),
-            "expire": (
-                2,
-                lambda: engine.expire(pick(self.keys_in_use()), draw(st.sampled_from([-1.0, 2.0]))),
-            ),
+            "expire": (2, lambda: engine.expire(pick(self.keys_in_use()), draw(st.sampled_from([-1, 2])))),
             "pin": (2, lambda: engine.pin(pick(engine.known))),
             "reset": (1, engine.reset),
             "restart": (1, engine.start),

@@ -106,7 +106,7 @@ def step(on: SchedulerSide) -> list[Order]:
     return metadata.orders
 
 
-def next_orders(on: SchedulerSide) -> list[Order]:
+def next_step(on: SchedulerSide) -> list[Order]:
     """Orders of a step; segment requests that begin in it are left alone."""
     on.pump()
     return step(on)
@@ -124,13 +124,13 @@ def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ..
 
 def arrive(on: SchedulerSide) -> None:
     """All records that are fetched now are found."""
-    say(on, taken=tuple(p.serial for p in fetched(next_orders(on))))
+    say(on, taken=tuple(p.serial for p in fetched(next_step(on))))
 
 
 def fetching(on: SchedulerSide, name: str = "r", *documents: int) -> RecordPlace:
     """The first record that a new request has fetched."""
     admit(on, name, *(documents or (0,)))
-    return fetched(next_orders(on))[0]
+    return fetched(next_step(on))[0]
 
 
 def end(on: SchedulerSide, *ended: str | SegmentRequest) -> None:
@@ -231,7 +231,7 @@ def test_a_loaded_record_keeps_as_many_tiles_as_its_fullest_rank(complete: bool)
     on = side(ranks=2, linear=True)
     admit(on, "leading", 0)
     admit(on, "r", 0, 1)
-    place = next(p for p in fetched(next_orders(on)) if not p.leading)
+    place = next(p for p in fetched(next_step(on)) if not p.leading)
     free = on.directory.free_transition_blocks
     on.absorb(WorkerReport(loads={place.serial: LoadCount(taken=1, transition_blocks=2)}))
     assert on.directory.free_transition_blocks == free, "the other rank may need more"
@@ -297,7 +297,7 @@ def test_a_dropped_record_does_not_live_on_in_requests_that_overlap(expires: boo
         else:
             on.retention.drop_record(key)
         admit(on, f"{i}", 0)
-        orders = next_orders(on)
+        orders = next_step(on)
         assert [o.action for o in orders if isinstance(o, StoreOrder)][-1:] == [StoreAction.DELETE]
         (place,) = fetched(orders)
         assert place.serial not in serials and not on.ready(f"{i}")
@@ -393,7 +393,7 @@ def test_a_request_planned_before_a_pin_still_runs() -> None:
     key, _ = resident(on, "earlier", 2, 3)
     admit(on, "r", 0, 1)
     pin(on, key)
-    assert fetched(next_orders(on)) == [], "records in use give no room"
+    assert fetched(next_step(on)) == [], "records in use give no room"
     end(on, "earlier")
     arrive(on)
     assert on.ready("r") and not on.retention.record_state(key).resident
@@ -422,9 +422,7 @@ class Moment(float):
         Moment.looks += 1
         return float(self) < other
 
-    def __le__(self, other: float) -> bool:
-        Moment.looks += 1
-        return float(self) <= other
+    __le__ = __lt__
 
 
 def key(i: int) -> SegmentKey:

@@ -18,18 +18,7 @@ from vllm_hypic.primitives.options import Transfer, transfer_of_request
 from vllm_hypic.primitives.policies import LinkError
 
 from .simulation import CLOCKED, PARALLEL, Clock
-from .test_scheduler_store import (
-    DOCUMENTS,
-    admit,
-    compute,
-    counted,
-    end,
-    fetched,
-    next_orders,
-    say,
-    side,
-    step,
-)
+from .test_scheduler_store import DOCUMENTS, admit, compute, counted, end, fetched, next_step, say, side, step
 
 ELSEWHERE = "tcp://127.0.0.1:7200"
 
@@ -39,7 +28,7 @@ def awaited(orders: list[Order]) -> list[RecordPlace]:
 
 
 def awaited_now(on: SchedulerSide) -> list[RecordPlace]:
-    return awaited(next_orders(on))
+    return awaited(next_step(on))
 
 
 def unawaited(orders: list[Order]) -> list[int]:
@@ -108,7 +97,7 @@ def test_nobody_waits_for_a_request_that_has_gone() -> None:
     admit(on, "stays", 1, hypic_remote=[0])
     one, two = awaited_now(on)
     on.finished("gone", completed=False)
-    assert unawaited(next_orders(on)) == [one.serial]
+    assert unawaited(next_step(on)) == [one.serial]
     say(on, missed=(one.serial,))
     assert on.pump() == [] and on.directory.lookup(one.key) is Lookup.MISS
     say(on, taken=(two.serial,))
@@ -121,7 +110,7 @@ def test_two_requests_await_a_record_once() -> None:
     admit(on, "b", 0, hypic_remote=[0])
     (place,) = awaited_now(on)
     on.finished("a", completed=False)
-    assert unawaited(next_orders(on)) == [], "the other one still wants it"
+    assert unawaited(next_step(on)) == [], "the other one still wants it"
     say(on, taken=(place.serial,))
     assert on.ready("b")
 
@@ -205,7 +194,7 @@ def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
     on = side(segment_parallel=PARALLEL, store={"tiers": tiers})
     (identity,) = on.planner.shared_tiers
     admit(on, "w", 0, query=False, hypic_push_to=f"tier:{identity}")
-    (place,) = fetched(next_orders(on))
+    (place,) = fetched(next_step(on))
     say(on, taken=(place.serial,))
     assert not on.over("w")
     (order,) = pushes(step(on))
@@ -272,11 +261,11 @@ def test_what_is_here_already_is_declined() -> None:
     assert len(compute(on)) == 1
     slot = on.directory.get(here).slot
     _, coming = admit(on, "b", 0, 1, hypic_remote=[0, 1])
-    orders = next_orders(on)
+    orders = next_step(on)
     assert [o for o in orders if isinstance(o, DeclineRecord)] == [DeclineRecord(here, slot)]
     assert [p.key for p in awaited(orders)] == [coming]
     admit(on, "c", 1, hypic_remote=[0])
-    assert next_orders(on) == [], "it is awaited by another request"
+    assert next_step(on) == [], "it is awaited by another request"
 
 
 def unoffered(orders: list[Order]) -> list[int]:
@@ -326,7 +315,7 @@ def test_one_request_alone_may_await_all_it_needs_and_its_room_comes_back_when_i
     assert [place.key for place in places] == keys
     serials = [place.serial for place in places]
     on.finished("a", completed=False)
-    assert unawaited(next_orders(on)) == serials
+    assert unawaited(next_step(on)) == serials
     say(on, missed=tuple(serials))
     assert on.pump() == [] and on.directory.used == Space()
 
@@ -336,15 +325,15 @@ def test_what_nobody_offers_is_computed_when_others_wait_for_room(clock: Clock) 
     admit(on, "a", 0, 1, hypic_remote=[0, 1])
     one, two = awaited_now(on)
     clock.now += PATIENCE_S + 1
-    assert unawaited(next_orders(on)) == [], "nobody minds"
+    assert unawaited(next_step(on)) == [], "nobody minds"
     admit(on, "b", 2)
-    orders = next_orders(on)
+    orders = next_step(on)
     assert unoffered(orders) == [one.serial, two.serial] == unawaited(orders)
-    assert unawaited(next_orders(on)) == [], "asked once in a while"
+    assert unawaited(next_step(on)) == [], "asked once in a while"
     say(on, missed=(one.serial,))  # the other is on its way
     assert compute(on) == [DOCUMENTS[0]]
     clock.now += PATIENCE_S
-    assert unoffered(next_orders(on)) == [two.serial]
+    assert unoffered(next_step(on)) == [two.serial]
     say(on, taken=(two.serial,))
     assert on.ready("a")
     end(on, "a")
@@ -357,6 +346,6 @@ def test_nobody_is_given_up_at_once(clock: Clock) -> None:
     on = parallel_side(segments=2)
     admit(on, "a", 0, 1, hypic_remote=[0, 1])
     admit(on, "b", 2)
-    assert [type(o) for o in next_orders(on)] == [AwaitRecord, AwaitRecord]
+    assert [type(o) for o in next_step(on)] == [AwaitRecord, AwaitRecord]
     clock.now += PATIENCE_S - 1
-    assert next_orders(on) == []
+    assert next_step(on) == []

@@ -82,9 +82,7 @@ def test_a_spare_slot_goes_with_a_record_that_is_given_up(books: SegmentDirector
     assert sorted(books.slots.take_news()[0]) == [0, 1]
 
 
-def test_a_checkpoint_takes_a_slot_and_no_page_and_is_resumed_once_it_is_complete(
-    books: SegmentDirectory,
-) -> None:
+def test_a_checkpoint_takes_a_slot_and_no_page_and_is_resumed_once_complete(books: SegmentDirectory) -> None:
     """Of a deleted record none is made."""
     record = reserve(books, "a")
     made = books.checkpoint(key("a/8"), record, HALF)
@@ -212,9 +210,7 @@ def test_a_deleted_checkpoint_stays_for_who_reads_it(books: SegmentDirectory) ->
 
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_begins_like_another_takes_no_room_for_that_while_tiers_are_asked(
-    stored: bool, deleted: bool
-) -> None:
+def test_what_begins_like_another_takes_no_room_while_tiers_are_asked(stored: bool, deleted: bool) -> None:
     """Nobody is evicted, whether a tier has it or it is resumed; also from what was deleted meanwhile."""
     words = Vocabulary((tuple(range(8)),), FORKS.documents[:2], geometry(8, 12), FORKS.checkpoint_tokens)
     engine = Engine(Clock("time"), words=words)
@@ -272,9 +268,7 @@ def test_integrity_check_finds_planted_damage(books: SegmentDirectory, damage: s
         books.check_integrity()
 
 
-def test_a_record_that_is_resumed_while_it_is_used_is_counted_until_it_is_not(
-    books: SegmentDirectory,
-) -> None:
+def test_a_record_that_is_resumed_while_used_is_counted_until_it_is_not(books: SegmentDirectory) -> None:
     """The prefix of one prompt is a checkpoint of a longer one."""
     first = reserve(books, "a/8", Need(8))
     books.commit(first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace, StoredBase
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
-from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
+from vllm_hypic.store.cache_value import CacheValue, object_name
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError, TierFull
@@ -30,16 +31,11 @@ IDENTITY = "0123456789abcdef"
 RECORD = b"a record"
 
 
-class Codec:
-    def name_of(self, key: SegmentKey) -> ObjectName:
-        return object_name(key)
-
-
 class Link:
     """What :class:`SharedTierLink` needs of a ``StoreLink``, over a real store; records are all the same."""
 
     def __init__(self, store: TieredStore) -> None:
-        self.store, self.codec = store, Codec()
+        self.store, self.codec = store, SimpleNamespace(name_of=object_name)
         self.unsaved: dict[int, RecordPlace] = {}
         self.behind = False
         self.copies = 0
@@ -144,10 +140,7 @@ def test_it_is_not_over_before_the_tier_says_so(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("error", "says"),
-    [
-        (TierFull("no room"), "tier team: TierFull: no room"),
-        (TierError("gone"), "tier team: TierError: gone"),
-    ],
+    [(TierFull("full"), "tier team: TierFull: full"), (TierError("gone"), "tier team: TierError: gone")],
 )
 def test_a_tier_that_does_not_take_it(worker: Worker, error: TierError, says: str) -> None:
     go_on = threading.Event()
@@ -269,11 +262,6 @@ def test_a_chain_has_one_deadline(each_s: float, result: Result) -> None:
     assert tier.calls.count("touch") == 2, "before and after what rests on it was written"
     link.get_finished()
     ended = []
-
-    def look() -> bool:
-        ended.extend(link.get_finished())
-        return bool(ended)
-
     hang = tier.hang("get")
     link.submit(FetchRecord(chained(2, SECOND, 2 * COLUMNS)))
     for _ in range(2):
@@ -281,8 +269,8 @@ def test_a_chain_has_one_deadline(each_s: float, result: Result) -> None:
         clock.advance(each_s)
         before, hang = hang, tier.hang("get")
         before.release()
-        wait_for(lambda: look() or tier.calls.count("get") == 2, "the next object is read")
-    wait_for(lambda: ended or look(), "the end")
+        wait_for(lambda: ended.extend(link.get_finished()) or ended or tier.calls.count("get") == 2, "a read")
+    wait_for(lambda: ended.extend(link.get_finished()) or ended, "the end")
     assert [outcome.result for outcome in ended] == [result]
     tier.release()
     link.close()

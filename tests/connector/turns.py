@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
@@ -32,14 +31,12 @@ class Turns:
         directory = self._side.directory
         acquire = directory.acquire
 
-        def watched(
-            wanted: dict[SegmentKey, Need], tenant: str, bases: Mapping[SegmentKey, Entry]
-        ) -> list[Entry] | None:
+        def watched(wanted: dict[SegmentKey, Need], *more: Any) -> list[Entry] | None:
             (name,) = (n for n, c in self._admission.requests.items() if c.wanted is wanted)
             turn, _ = self._next()
             assert name == turn, f"it was the turn of {turn}, not of {name}"
             pinned = [key for key in directory.kept if directory.lookup(key) is not Lookup.MISS]
-            reserved = acquire(wanted, tenant, bases)
+            reserved = acquire(wanted, *more)
             if self._engine.waiting[name].came > self._engine.planned_before_pins:
                 gone = [key for key in pinned if directory.lookup(key) is Lookup.MISS]
                 assert not gone, f"{name} was planned beside pinned records, and takes their place"
@@ -96,9 +93,7 @@ class Turns:
         works = self._side.segment_requests._segments.items()
         held = {n: next(iter(c.held), None) for n, c in self._admission.requests.items() if c.acquired}
         keys = held | {n: work.segment.key for n, work in works}
-        return [
-            n for n, key in keys.items() if key is not None and tenant in (None, self._engine.tenants[key])
-        ]
+        return [n for n, key in keys.items() if key and tenant in (None, self._engine.tenants[key])]
 
     def check(self) -> None:
         """No tenant is above its share, and who computes a record is as urgent as all who wait for it."""

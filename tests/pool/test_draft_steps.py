@@ -29,9 +29,7 @@ STREAM = StreamPlan(
     kv_positions=np.array([3, 4, 5]),
     use_transition=True,
 )
-SEGMENT = CapturePlan(
-    lo=0, hi=3, slot=0, slot_mapping=np.arange(3), positions=np.array([0, 1, 4]), leading=False
-)
+SEGMENT = CapturePlan(0, 3, 0, np.arange(3), np.array([0, 1, 4]), leading=False)
 
 
 def step() -> StepContext:

@@ -38,18 +38,20 @@ def geometry(layers: int = LAYERS, heads: int = HEADS, *, linear: bool = False) 
     return PoolGeometry(attention, states, page_tokens=8, pages=2, slots=2)
 
 
+SLOTS = np.array([3, 9, 1, 15, 4])
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_writes_its_heads(context: LearnedContext, rank: int) -> None:
     of = geometry(heads=HEADS // 2)
     pool = DevicePool(of, torch.device("cpu"))
-    slots = np.array([3, 9, 1, 15, 4])
-    LearnedRows.of(context, of, RankPart(rank, 2)).write(pool, slots)
+    LearnedRows.of(context, of, RankPart(rank, 2)).write(pool, SLOTS)
     key, value = context.tensors()
     own = slice(2 * rank, 2 * rank + 2)
     for layer in range(LAYERS):
         public = pool.kv[f"model.layers.{layer}.self_attn.attn"]
-        assert torch.equal(public.key[slots], key[layer, :, own].bfloat16())
-        assert torch.equal(public.value[slots], value[layer, :, own].bfloat16())
+        assert torch.equal(public.key[SLOTS], key[layer, :, own].bfloat16())
+        assert torch.equal(public.value[SLOTS], value[layer, :, own].bfloat16())
 
 
 def test_rows_become_fp8_where_records_are(context: LearnedContext) -> None:
@@ -58,12 +60,11 @@ def test_rows_become_fp8_where_records_are(context: LearnedContext) -> None:
     pool = DevicePool(of, torch.device("cpu"))
     name = "model.layers.2.self_attn.attn"
     pool.scale(name, 0.5, 2.0)
-    slots = np.array([3, 9, 1, 15, 4])
-    LearnedRows.of(context, of, RankPart()).write(pool, slots)
+    LearnedRows.of(context, of, RankPart()).write(pool, SLOTS)
     key, value = (part[2] for part in context.tensors())
     found = pool.kv[name]
-    assert torch.equal(found.key[slots].float(), quantised(key, 0.5).float())
-    assert torch.equal(found.value[slots].float(), quantised(value, 2.0).float())
+    assert torch.equal(found.key[SLOTS].float(), quantised(key, 0.5).float())
+    assert torch.equal(found.value[SLOTS].float(), quantised(value, 2.0).float())
 
 
 @pytest.mark.parametrize(
@@ -75,8 +76,6 @@ def test_rows_become_fp8_where_records_are(context: LearnedContext) -> None:
         (geometry(linear=True), RankPart(), "without linear-attention layers"),
     ],
 )
-def test_other_models_are_refused(
-    context: LearnedContext, of: PoolGeometry, part: RankPart, message: str
-) -> None:
+def test_others_are_refused(context: LearnedContext, of: PoolGeometry, part: RankPart, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LearnedRows.of(context, of, part)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_hypic.pool import states
@@ -41,6 +41,8 @@ def pool_of(geometry: states.StateGeometry) -> DevicePool:
     return pool
 
 
+@example(exponent=16, seed=0)  # in plain float16 it would be infinite
+@example(exponent=127, seed=0)
 @given(exponent=st.integers(-140, 127), seed=st.integers(0, 2**16))
 def test_what_is_lost(exponent: int, seed: int) -> None:
     """Heads of unlike sizes side by side, each with entries a million times smaller than its largest."""
@@ -54,16 +56,6 @@ def test_what_is_lost(exponent: int, seed: int) -> None:
     # Half a last place of ten bits; of what is small beside its head's largest, of float16's last; float32's.
     bound = state.double().abs() * 2.0**-11 + largest * 2.0**-39 + 2.0**-149
     assert ((widened(kept, exponents).double() - state.double()).abs() <= bound).all()
-
-
-def test_what_float16_cannot_hold_is_held() -> None:
-    """A state that was added up for long: in plain float16 it would be infinite."""
-    state = torch.full((1, 2, 4, 4), 65536.0)
-    state[0, 1] = 3e38
-    assert state.half().isinf().all()
-    kept, exponents = narrowed(state)
-    assert kept.isfinite().all()
-    torch.testing.assert_close(widened(kept, exponents), state, rtol=2.0**-11, atol=0)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
@@ -212,9 +204,7 @@ def test_as_in_a_memory_of_their_own(layer: states.StateGeometry, narrow: bool) 
             assert isinstance(tensor, torch.Tensor)
             assert part[2].tobytes() == tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
         assert all(not len(t) for name, t in vars(mine.read(slots[:0])).items() if name != "transitions")
-    used = {
-        page for slot in slots.tolist() for page in range(slot, PAGES, SLOTS)[: paged.geometry.state_pages]
-    }
+    used = {page for s in slots.tolist() for page in range(s, PAGES, SLOTS)[: paged.geometry.state_pages]}
     others = torch.tensor(sorted(set(range(PAGES)) - used))
     for kv in paged.kv.values():
         for tensor in kv.parts.values():

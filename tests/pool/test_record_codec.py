@@ -159,9 +159,7 @@ def test_round_trip_to_another_place(
         live = (HEADS - len(dead)) * sum(g.blocks > 0 for g in pool.geometry.linear)
         assert pool.transition_blocks.settle(target.slot) == live
     assert same(contents(pool, target), before) and same(contents(pool, source), before)
-    assert same([kv.value.view(torch.uint8)[others] for kv in pool.kv.values()], untouched), (
-        "pages of others were written"
-    )
+    assert same([kv.value.view(torch.uint8)[others] for kv in pool.kv.values()], untouched), "others changed"
 
 
 STORED: dict[states.StateGeometry, dict[str, tuple[str, tuple[int, ...]]]] = {

@@ -9,15 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.engine import core
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-)
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.patches import all_stages
@@ -27,8 +21,8 @@ from vllm_hypic.pool.plans import Space
 
 BUDGET = 1 << 24
 CONFIG = HypicConfig.from_mapping({"pool_bytes": BUDGET, "expected_segment_tokens": 256})
-ATTENTION = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-DELTA = MambaSpec(
+ATTENTION = kv.FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+DELTA = kv.MambaSpec(
     block_size=16,
     shapes=((3, 512), (4, 64, 64)),
     dtypes=(torch.bfloat16, torch.float32),
@@ -36,16 +30,16 @@ DELTA = MambaSpec(
 )
 
 
-def stage(**layers: KVCacheSpec) -> KVCacheConfig:
-    return KVCacheConfig(8, [], [KVCacheGroupSpec([name], spec) for name, spec in layers.items()])
+def stage(**layers: kv.KVCacheSpec) -> kv.KVCacheConfig:
+    return kv.KVCacheConfig(8, [], [kv.KVCacheGroupSpec([name], spec) for name, spec in layers.items()])
 
 
-def geometry(config: KVCacheConfig) -> PoolGeometry:
+def geometry(config: kv.KVCacheConfig) -> PoolGeometry:
     return pool_geometry(config, CONFIG, torch.bfloat16, conv_dim_first=False)
 
 
 @pytest.fixture
-def configs() -> list[KVCacheConfig]:
+def configs() -> list[kv.KVCacheConfig]:
     """Those of two stages with two tensor-parallel ranks each, and the scheduler's."""
     all_stages.apply()
     of_ranks = [
@@ -55,14 +49,14 @@ def configs() -> list[KVCacheConfig]:
     return [*of_ranks, core.generate_scheduler_kv_cache_config(of_ranks)]
 
 
-def test_scheduler_and_all_ranks_have_one_geometry(configs: list[KVCacheConfig]) -> None:
+def test_scheduler_and_all_ranks_have_one_geometry(configs: list[kv.KVCacheConfig]) -> None:
     first, *others = [geometry(pickle.loads(pickle.dumps(config))) for config in configs]
     assert all(other == first for other in others)
     assert first.stages == (("a", "b", "c"), ("d", "e"))
     assert [a.layer for a in first.attention] == ["a", "b", "c"] and len(first.linear) == 2
 
 
-def test_every_stage_has_room_for_what_is_planned(configs: list[KVCacheConfig]) -> None:
+def test_every_stage_has_room_for_what_is_planned(configs: list[kv.KVCacheConfig]) -> None:
     whole = geometry(configs[0])
     stages = [whole.stage(names) for names in whole.stages]
     assert {(one.pages, one.slots, one.transition_blocks) for one in stages} == {
@@ -123,8 +117,6 @@ def test_like_any_other_tensor(rows: int, dtype: torch.dtype) -> None:
     assert bool((view == 1).all())
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages"
-)
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
 def test_the_kernel_is_asked_for_them() -> None:
     assert "hg" in flags(zeros((LARGE,), torch.uint8, CPU).data_ptr())

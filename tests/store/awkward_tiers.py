@@ -132,10 +132,8 @@ class AwkwardTier:
     def held(self) -> Iterator[Held] | None:
         if not self.tells:
             return None
-        held = [
-            Held(n, CacheValue(1, 1.0, d.nbytes), self.expiries.get(n)) for n, d in list(self.objects.items())
-        ]
-        return iter(held)
+        found = list(self.objects.items())
+        return iter([Held(n, CacheValue(1, 1.0, d.nbytes), self.expiries.get(n)) for n, d in found])
 
     def used(self) -> tuple[int, int | None]:
         self._begin("used")

@@ -86,12 +86,8 @@ def opened(clock: ManualClock) -> Iterator[Opener]:
 
     def open_store(*of: AwkwardTier, **settings: object) -> TieredStore:
         defaults = {
-            "deadline_s": DEADLINE_S,
-            "write_deadline_s": 10.0,
-            "open_s": PATIENCE_S,
-            "close_s": PATIENCE_S,
-            "back_off_s": 1.0,
-            "queue_bytes": 10 * SIZE,
+            **{"deadline_s": DEADLINE_S, "write_deadline_s": 10.0, "open_s": PATIENCE_S},
+            **{"close_s": PATIENCE_S, "back_off_s": 1.0, "queue_bytes": 10 * SIZE},
         }
         store = TieredStore(of, StoreSettings(**{**defaults, **settings}), clock=clock, wall=clock)
         stores.append(store)

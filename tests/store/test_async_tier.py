@@ -71,11 +71,6 @@ def test_it_knows_what_will_be_there(settled: Settled) -> None:
     assert tier._intents == {} and tier._clears == 0
 
 
-def test_a_tier_that_cannot_tell_holds_nothing_for_certain(clock: ManualClock) -> None:
-    tier = opened(AwkwardTier(tells=False), clock)
-    assert tier.may_hold(name(1)) and not tier.holds(name(1))
-
-
 def test_a_tier_that_fails_to_tell_holds_nothing(clock: ManualClock) -> None:
     class FailingTier(AwkwardTier):
         def may_hold(self, asked: ObjectName) -> bool:

@@ -182,12 +182,8 @@ class CapacityIndexMachine(RuleBasedStateMachine):
     @rule(name=names, pinned=st.sampled_from([False, True]))
     def pin(self, name: ObjectName, pinned: bool) -> None:
         """A pin belongs to a name, whether held or not, and is not counted."""
-        if pinned:
-            self.index.pin(name)
-            self.pins.add(name)
-        else:
-            self.index.unpin(name)
-            self.pins.discard(name)
+        (self.index.pin if pinned else self.index.unpin)(name)
+        (self.pins.add if pinned else self.pins.discard)(name)
 
     @rule(name=names, after=st.sampled_from([1, 0, 2, 5, -1, None]))
     def expire(self, name: ObjectName, after: int | None) -> None:

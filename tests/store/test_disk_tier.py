@@ -28,9 +28,7 @@ from .test_record import HEADER, written
 from .tier_contract import content, got, in_threads, name, put, value, view
 
 
-class DiskContract(
-    contract.SurvivesRestart, contract.CountsItsBytes, contract.ListsItsObjects, contract.HeedsPins
-):
+class DiskContract(contract.SurvivesRestart, contract.LocalContract):
     shared = durable = False
 
     @pytest.fixture
@@ -248,7 +246,7 @@ def expected(key: str, leading: bool) -> Expected:
     return Expected("ab" * 32, key, 0, 1, 5, leading, tuple(sections))
 
 
-def test_its_records_are_taken_whole(tmp_path: Path) -> None:
+def test_records_of_an_earlier_version_are_taken_whole(tmp_path: Path) -> None:
     shutil.copytree(WRITTEN_BEFORE, tmp_path / "tier")
     store = store_in(tmp_path / "tier", "golden")
     taken: list[str] = []
@@ -259,8 +257,8 @@ def test_its_records_are_taken_whole(tmp_path: Path) -> None:
             record = open_record(data, expected(key, leading))
             if isinstance(record, Fault):
                 return record.verdict
-            for section, data in record.sections.items():
-                assert data == hashlib.shake_256(f"{key} {section}".encode()).digest(data.nbytes)
+            for section, part in record.sections.items():
+                assert part == hashlib.shake_256(f"{key} {section}".encode()).digest(part.nbytes)
             taken.append(key)
             return Verdict.TAKEN
 
@@ -275,7 +273,7 @@ def test_its_records_are_taken_whole(tmp_path: Path) -> None:
     store.close()
 
 
-def test_their_cache_values_are_known_after_the_restart(on_disk: OpenTier, tmp_path: Path) -> None:
+def test_cache_values_of_an_earlier_version_are_known(on_disk: OpenTier, tmp_path: Path) -> None:
     shutil.copytree(WRITTEN_BEFORE, tmp_path, dirs_exist_ok=True)
     values = {held.name: held.value for held in on_disk(1 << 20).held()}
     sizes = {file.stem: file.stat().st_size - HEAD_BYTES for file in WRITTEN_BEFORE.glob("?/?/*.hypic")}
@@ -314,9 +312,7 @@ def stores(tmp_path: Path) -> Iterator[tuple[TieredStore, TieredStore]]:
     others.close()
 
 
-def test_clear_leaves_the_records_of_other_models(
-    stores: tuple[TieredStore, TieredStore], tmp_path: Path
-) -> None:
+def test_clear_leaves_records_of_others(stores: tuple[TieredStore, TieredStore], tmp_path: Path) -> None:
     """Also those that it found when it was opened, and those with long headers."""
     mine, others = stores
     gone = {save(mine, MINE, "a"), save(mine, MINE, "long", sections=2000)}

@@ -290,9 +290,7 @@ def test_what_waits_can_be_withdrawn_and_what_runs_cannot(unstarted: Unstarted) 
     assert executor.run_one() and notes[1:] == ["running works", "running done"]
 
 
-def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(
-    clock: ManualClock, started: Start
-) -> None:
+def test_what_follows_runs_on_its_thread_without_lock_or_watch(clock: ManualClock, started: Start) -> None:
     executor, hang = started(), Hang()
     threads: list[int] = []
     ended = Future[None]()
@@ -325,9 +323,7 @@ def test_what_follows_runs_on_the_same_thread_without_lock_or_watch(
     assert reading.done and reading._value == 7
 
 
-def test_a_fault_in_what_follows_is_logged_and_ends_no_thread(
-    started: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fault_in_what_follows_ends_no_thread(started: Start, caplog: pytest.LogCaptureFixture) -> None:
     async def faulty() -> None:
         await executor.submit(IoTask("faulty", lambda: None, 5.0))
         raise RuntimeError("our own fault")

@@ -7,9 +7,8 @@ from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.tiers.base import Tier, TierError
 from vllm_hypic.store.tiers.memory import MemoryTier
 
-from . import tier_contract as contract
 from .budget_contract import BudgetContract
-from .tier_contract import content, name, put, value, view
+from .tier_contract import ForgetsAtRestart, LocalContract, TellsAbsence, content, name, put, value, view
 
 
 def opened(budget: int, clock) -> MemoryTier:
@@ -18,13 +17,7 @@ def opened(budget: int, clock) -> MemoryTier:
     return tier
 
 
-class TestContract(
-    contract.ForgetsAtRestart,
-    contract.CountsItsBytes,
-    contract.ListsItsObjects,
-    contract.TellsAbsence,
-    contract.HeedsPins,
-):
+class TestContract(ForgetsAtRestart, LocalContract, TellsAbsence):
     @pytest.fixture
     def tier(self, clock):
         tier = opened(6 << 20, clock)

@@ -32,13 +32,16 @@ from vllm_hypic.store.record import (
 )
 
 NAMESPACE, KEY, OTHER = "ab" * 32, "cd" * 32, "ef" * 32
+WHOSE = {
+    "namespace": NAMESPACE,
+    "key": KEY,
+    "rank": 1,
+    "world": 2,
+    "columns": 10,
+    "leading": False,
+}
 HEADER = RecordHeader(
-    NAMESPACE,
-    KEY,
-    rank=1,
-    world=2,
-    columns=10,
-    leading=False,
+    **WHOSE,
     value_tokens=26,
     value_flops=1.5e12,
     sections=(
@@ -49,12 +52,7 @@ HEADER = RecordHeader(
     ),
 )
 EXPECTED = Expected(
-    NAMESPACE,
-    KEY,
-    rank=1,
-    world=2,
-    columns=10,
-    leading=False,
+    **WHOSE,
     sections=(
         SectionLimit("layer.0/k", "bfloat16", (10, 2, 8)),
         SectionLimit("layer.1/heads", "uint8", (3,)),
@@ -64,13 +62,15 @@ EXPECTED = Expected(
 )
 
 
-def written(header: RecordHeader = HEADER, seed: int = 0) -> memoryview:
-    """A sealed record of ``header`` with random sections, in a buffer that was not clean."""
+def written(header: RecordHeader = HEADER, seed: int = 0, stops_at: int | None = None) -> memoryview:
+    """A sealed record of ``header`` with random sections, in a buffer that was not clean; or one whose writer
+    stops at a section."""
     buffer = aligned_buffer(record_nbytes(header))
     buffer[:] = b"\xff" * buffer.nbytes
-    for view in begin_record(buffer, header).values():
+    for view in list(begin_record(buffer, header).values())[:stops_at]:
         view[:] = np.random.default_rng(seed).bytes(view.nbytes)
-    seal_record(buffer)
+    if stops_at is None:
+        seal_record(buffer)
     return buffer
 
 

@@ -114,9 +114,7 @@ def test_a_tier_with_a_password(
 
 
 @pytest.mark.parametrize("option", ["password_file", "password_env"])
-def test_a_password_that_is_missing_is_named(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_password_is_named(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where = str(tmp_path / "none") if option == "password_file" else VARIABLE
     monkeypatch.delenv(VARIABLE, raising=False)
     config = config_of({"type": "redis", "url": "redis://cache", option: where})

@@ -60,13 +60,8 @@ def test_a_full_server_refuses(tmp_path: Path):
         tier = RedisTier("redis", server.url)
         tier.open()
         data = put(tier, 0, 100_000)
-
-        def fill() -> None:
-            for i in range(1, 60):
-                put(tier, i, 100_000)
-
         with pytest.raises(TierFull, match="out of memory"):
-            fill()
+            _ = [put(tier, i, 100_000) for i in range(1, 60)]
         assert got(tier, 0) == data
         used, budget = tier.used()
         assert budget == 3 * 1024 * 1024 and used > 100_000
@@ -123,10 +118,7 @@ def test_names_namespaces_and_strangers_are_apart(tier: RedisTier, connect: Conn
 
 
 def test_clear_of_more_objects_than_a_batch(tier: RedisTier, client: Redis):
-    pipe = client.pipeline()
-    for i in range(1200):
-        pipe.set(key(i), b"x")
-    pipe.execute()
+    client.mset({key(i): b"x" for i in range(1200)})
     tier.clear()
     assert client.dbsize() == 0
 

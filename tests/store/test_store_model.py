@@ -167,9 +167,7 @@ class StoreMachine(RuleBasedStateMachine):
         if name(i) in self.tiers[which].objects:
             self.tiers[which].objects[name(i)] = memoryview(b"?" * SIZE)
 
-    @rule(
-        which=TIERS, operation=OPERATIONS, seconds=st.sampled_from([0.0, 3.0, 7.0]), i=NAMES, other=OPERATIONS
-    )
+    @rule(which=TIERS, operation=OPERATIONS, seconds=st.sampled_from([0, 3, 7]), i=NAMES, other=OPERATIONS)
     def hang(self, which: int, operation: str, seconds: float, i: int, other: str) -> None:
         """During the next such operation time passes, and the caller and other threads go on."""
         self.faulty = True

@@ -75,8 +75,7 @@ def test_finish_runs_once_before_the_tiers_write(one: One) -> None:
         buffer[:] = content(1)
 
     commit(store, 1, finish=finish)
-    assert store.drain(PATIENCE_S)
-    assert bytes(tier.objects[name(1)]) == content(1)
+    assert store.drain(PATIENCE_S) and bytes(tier.objects[name(1)]) == content(1)
     assert len(runs) == 1 and runs[0] != threading.get_ident()
 
 
@@ -140,8 +139,7 @@ def test_reserving_is_refused_while_writing_lags_behind(opened: Opener) -> None:
     assert store.reserve(name(3), CacheValue(1, 1.0, SIZE)) is not None
     assert not store.drain(0.01)
     tier.release()
-    assert store.drain(PATIENCE_S)
-    assert store.reserve(name(4), CacheValue(1, 1.0, SIZE)) is not None
+    assert store.drain(PATIENCE_S) and store.reserve(name(4), CacheValue(1, 1.0, SIZE)) is not None
 
 
 def test_what_is_being_written_is_read_from_the_queue(one: One) -> None:
@@ -204,8 +202,7 @@ def test_what_moves_up_keeps_its_expiry(opened: Opener, clock: ManualClock) -> N
     fast.expiries.clear()
     clock.advance(1)
     assert fetch(store, 1) == "slow" and fetch(store, 2) == "slow"
-    assert store.drain(PATIENCE_S)
-    assert fast.expiries == {name(1): born + 100, name(2): born + 7}
+    assert store.drain(PATIENCE_S) and fast.expiries == {name(1): born + 100, name(2): born + 7}
 
 
 def test_what_a_former_process_left_expires_too(opened: Opener, clock: ManualClock) -> None:
@@ -223,8 +220,7 @@ def test_what_is_deleted_while_it_is_fetched_does_not_move_up(two: Two) -> None:
     assert store.drain(PATIENCE_S)
     slow.release()
     assert reported(store).tier == "slow", "it was there when the fetch began"
-    assert store.drain(PATIENCE_S)
-    assert fast.objects == {}
+    assert store.drain(PATIENCE_S) and fast.objects == {}
 
 
 # -- unsound objects
@@ -256,8 +252,7 @@ def test_a_damaged_object_in_the_queue_reaches_no_tier_again(one: One) -> None:
     stuck(tier, "put", lambda: commit(store, 1, b"?" * SIZE))
     assert fetch(store, 1) is None
     tier.release()
-    assert store.drain(PATIENCE_S)
-    assert not store.holds(name(1)) and tier.objects == {}
+    assert store.drain(PATIENCE_S) and not store.holds(name(1)) and tier.objects == {}
 
 
 def test_a_reader_that_raises_ends_its_fetch(one: One, caplog: pytest.LogCaptureFixture) -> None:

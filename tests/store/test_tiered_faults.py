@@ -262,14 +262,11 @@ def test_a_delete_overtakes_a_put(one: One) -> None:
     for i in (1, 2):
         assert not store.holds(name(i)) and not store.prefetch(name(i), SIZE, Reading(i))
     tier.release()
-    assert store.drain(PATIENCE_S)
-    assert tier.objects == {}
+    assert store.drain(PATIENCE_S) and tier.objects == {}
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_a_delete_wins_over_a_put_that_comes_back_late(
-    one: One, clock: ManualClock, everything: bool
-) -> None:
+def test_a_delete_wins_over_a_put_that_returns_late(one: One, clock: ManualClock, everything: bool) -> None:
     store, tier = one
     stuck(tier, "put", lambda: commit(store, 1))
     clock.advance(10.0)
@@ -285,8 +282,7 @@ def test_a_delete_wins_over_a_put_that_comes_back_late(
     tier.calls.clear()
     tier.release()
     wait_for(lambda: "delete" in tier.calls, "the second deletion")
-    assert store.drain(PATIENCE_S)
-    assert set(tier.objects) == {name(2)} and not store.holds(name(1))
+    assert store.drain(PATIENCE_S) and set(tier.objects) == {name(2)} and not store.holds(name(1))
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -314,8 +310,7 @@ def test_what_is_committed_after_a_delete_stays(one: One) -> None:
     store.delete(name(1))
     commit(store, 1)
     tier.release()
-    assert store.drain(PATIENCE_S)
-    assert set(tier.objects) == {name(1)} and fetch(store, 1) == "tier"
+    assert store.drain(PATIENCE_S) and set(tier.objects) == {name(1)} and fetch(store, 1) == "tier"
 
 
 def test_clear_takes_what_is_on_its_way(two: Two) -> None:
@@ -327,8 +322,7 @@ def test_clear_takes_what_is_on_its_way(two: Two) -> None:
     assert not any(store.holds(name(i)) for i in (1, 2, 3))
     slow.release()
     commit(store, 4)
-    assert store.drain(PATIENCE_S)
-    assert set(fast.objects) == set(slow.objects) == {name(4)}
+    assert store.drain(PATIENCE_S) and set(fast.objects) == set(slow.objects) == {name(4)}
 
 
 def test_pins_and_expiries_reach_every_tier_in_order(opened: Opener, clock: ManualClock) -> None:

@@ -178,14 +178,6 @@ class TierContract:
         tier.put(name(1), view(content(2, 300)), value(300))
         assert got(tier, 1) == content(2, 300) and got(tier, 2) == kept
 
-    def test_may_hold_changes_nothing(self, tier: Tier):
-        for _ in range(3):
-            self.assert_may_be_absent(tier, 1)
-        data = put(tier, 1, 100)
-        for _ in range(3):
-            assert tier.may_hold(name(1))
-        assert got(tier, 1) == data
-
     # -- lists and levels
 
     def test_held_lists_all_objects_with_their_value(self, tier: Tier):
@@ -374,3 +366,7 @@ class HeedsPins(TierContract):
         assert got(tier, 1) == data
         tier.unpin(name(1))
         self.assert_absent(tier, 1)
+
+
+class LocalContract(CountsItsBytes, ListsItsObjects, HeedsPins):
+    """Of tiers of this machine."""

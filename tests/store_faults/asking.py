@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,9 +80,7 @@ class Clients:
     def __enter__(self) -> Self:
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._threads = [
-            threading.Thread(target=self._ask_on, args=(i,), name=f"client {i}") for i in range(self.threads)
-        ]
+        self._threads = [threading.Thread(target=self._ask_on, args=(i,)) for i in range(self.threads)]
         for thread in self._threads:
             thread.start()
         return self
@@ -182,29 +179,14 @@ class PlainStream:
                 last = line or last
         assert last == "data: [DONE]", f"the answer ends with {last!r}"
 
-    def gaps(self, start: float, end: float) -> Gaps:
-        """Between tokens, and between ``start`` or ``end`` and the nearest token."""
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Seconds between tokens, and between ``start`` or ``end`` and the nearest token."""
         while self._woken < end:  # after a standstill its own caller may be woken first
             time.sleep(self._TICK_S)
         times = [start, *(t for t in list(self._times) if start < t < end), end]
         still = list(self._standstills)
-        return Gaps([b - a - _overlap(still, a, b) for a, b in itertools.pairwise(times)])
+        return [b - a - _overlap(still, a, b) for a, b in itertools.pairwise(times)]
 
 
 def _overlap(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
     return sum(max(0.0, min(end, b) - max(start, a)) for a, b in spans)
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """Seconds without a token."""
-
-    seconds: Sequence[float]
-
-    @property
-    def longest(self) -> float:
-        return max(self.seconds)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
