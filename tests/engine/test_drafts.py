@@ -276,14 +276,6 @@ def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> No
     assert changed, "the penalty changes nothing: nothing is shown"
 
 
-def test_the_best_k_are_chosen_from(drafting: Engine, plain: Engine) -> None:
-    """Where stock vLLM ends the engine, in each step without drafts: ``patches/cpu_draft_sampling.py``."""
-    for ask in asks():
-        greedy = replace(ask, sampling=ask.sampling | {"temperature": 0.5, "top_k": 1})
-        [expected], [answer] = plain.ask(ask), drafting.ask(greedy)
-        assert answer.tokens == expected.tokens
-
-
 def test_samples_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
     """Two samples by ``top_k=1`` are greedy.  Two drawn at a temperature differ, and are the same warm as
     cold, and without separators as by link ``full``."""

@@ -48,15 +48,6 @@ def test_cold_and_warm_are_bit_identical(chunked: Engine, seed: int) -> None:
         assert same(cold, warm) and warm.cached > cold.cached
 
 
-def test_reordered_documents_reuse_the_records(hypic: Engine) -> None:
-    lead, a, b, c, query = random_segments([50, 140, 310, 77, 19], vocab=480, seed=3)
-    first, second = hypic.ask_one_by_one(
-        Ask(prompt(a, b, c, lead=lead, query=query)), Ask(prompt(c, a, b, lead=lead, query=query))
-    )
-    assert first.cached == 0
-    assert second.cached == 50 + 140 + 310 + 77 - 3 * 16  # all but the seam windows
-
-
 def test_leading_segment_gives_stock_tokens(module_engine: EngineFactory, demo_model: Path) -> None:
     """The record of a leading segment is the ordinary prefix, so nothing is approximate.
 

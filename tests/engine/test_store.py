@@ -331,14 +331,10 @@ def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
     assert engine.call(audit).clean
 
 
-@pytest.fixture(params=["memory", "disk", "redis", "lmcache", "lmcache-disk", "lmcache-server"])
+@pytest.fixture(params=["redis", "lmcache", "lmcache-disk", "lmcache-server"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, Any]]:
     with ExitStack() as services:
         match request.param:
-            case "memory":
-                yield {"type": "memory", "bytes": "64MiB"}
-            case "disk":
-                yield {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
             case "redis":
                 yield {"type": "redis", "url": services.enter_context(RedisServer(tmp_path)).url}
             case "lmcache":
