@@ -65,8 +65,7 @@ def test_published_configurations_are_read(kind: str, tmp_path: Path) -> None:
     for said in (attn, [attn]):
         hybrid = read(tmp_path, kind, attn=said)
         assert [i for i, layer in enumerate(hybrid.layer_types) if layer == FULL] == [1, 3]
-        heads = hybrid.num_attention_heads, hybrid.num_key_value_heads, hybrid.head_dim
-        assert heads == (32, 8, 64)
+        assert (hybrid.num_attention_heads, hybrid.num_key_value_heads, hybrid.head_dim) == (32, 8, 64)
     hybrid.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == hybrid.to_dict()
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,10 @@ class Started:
     def wait_for_text(self, text: str) -> None:
         self.wait_for(lambda: text in self.log.read_text(errors="replace"))
 
+    def ends_at(self, text: str, within_s: float = ENDS_S) -> None:
+        self.wait_for_text(text)
+        self.ends(within_s)
+
     def ends(self, within_s: float = ENDS_S) -> None:
         self._process.send_signal(signal.SIGTERM)
         told = time.monotonic()
@@ -91,15 +95,14 @@ def listening() -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
-    started: list[Started] = []
+    with ExitStack() as started:
 
-    def begin(command: list[str]) -> Started:
-        started.append(Started(tmp_path / "log", command))
-        return started[-1]
+        def begin(command: list[str]) -> Started:
+            found = Started(tmp_path / "log", command)
+            started.callback(found.kill)
+            return found
 
-    yield begin
-    for one in started:
-        one.kill()
+        yield begin
 
 
 @pytest.fixture
@@ -114,10 +117,10 @@ def program(start: Callable[[list[str]], Started]) -> Callable[..., Started]:
 @pytest.fixture
 def server(start: Callable[[list[str]], Started], tmp_path: Path) -> Callable[..., tuple[Started, Server]]:
     def begin(*more: str, **options: Any) -> tuple[Started, Server]:
-        given = hypic(**options)
+        config = json.dumps(hypic(**options)["additional_config"])
         found = Server(
             MODEL,
-            *("--attention-backend", "hypic", "--additional-config", json.dumps(given["additional_config"])),
+            *("--attention-backend", "hypic", "--additional-config", config),
             *("--enforce-eager", "--max-model-len", "4096", "--kv-cache-memory-bytes", "64M"),
             *("--chat-template", str(EXAMPLE / "chat_template.jinja"), *more),
         )
@@ -143,17 +146,13 @@ IMPORTS, HAS_ENGINE, ANSWERS = "[program] imports", "has an engine", "has an ans
 )
 def test_a_program_at_any_time_as_users_start_it(program, as_users_start, text, length):
     """Its processes import everything once more, before they can know of anything."""
-    started = program(length)
-    started.wait_for_text(text)
-    started.ends()
+    program(length).ends_at(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["APIServer pid=", LOADS, LINKED, SERVES])
 def test_a_server_at_any_time_as_users_start_it(server, as_users_start, text):
-    started, _ = server()
-    started.wait_for_text(text)
-    started.ends(SLOWLY_S)
+    server()[0].ends_at(text, SLOWLY_S)
 
 
 @pytest.mark.fast("loads", "prefills")
@@ -163,17 +162,14 @@ def test_a_server_at_any_time_as_users_start_it(server, as_users_start, text):
     ids=["loads", "warms up", "two ranks load", "two ranks warm up", "prefills", "two ranks prefill"],
 )
 def test_a_program_while_its_engine(program, text, ranks, length):
-    started = program(length, ranks=ranks)
-    started.wait_for_text(text)
-    started.ends()
+    program(length, ranks=ranks).ends_at(text)
 
 
 def test_a_program_with_threads_of_segment_parallelism_and_a_tier_that_writes(program, way):
     started = program(1000, store=tier(way), segment_parallel=listening())
     started.wait_for_text(HAS_ENGINE)
     way.delay_s = 1.0
-    started.wait_for_text(ANSWERS)
-    started.ends(SLOWLY_S)
+    started.ends_at(ANSWERS, SLOWLY_S)
 
 
 @pytest.mark.fast("loads")
@@ -185,9 +181,7 @@ def test_a_program_with_threads_of_segment_parallelism_and_a_tier_that_writes(pr
 def test_a_server_with_a_tier(server, way, text, more):
     """vLLM forgets what it is told while its engine starts.  The engine would have 12 s, and has nothing to
     write."""
-    started, _ = server(*more, store=tier(way))
-    started.wait_for_text(text)
-    started.ends()
+    server(*more, store=tier(way))[0].ends_at(text)
 
 
 def test_a_server_whose_request_waits_for_a_record(server, way):
@@ -202,7 +196,9 @@ def test_a_server_whose_request_waits_for_a_record(server, way):
             if not seen.wait(0.05):
                 segments = [f"w{i % 90} w{i // 90} w{n} " * 30 for n in (1, 2)]
                 prompt = build_prompt(system="<bos> <sys> w1", segments=segments, query="w6")
-                _ask(at.url, {"prompt": prompt, "max_tokens": 8})
+                with suppress(httpx.HTTPError):
+                    body = {"prompt": prompt, "max_tokens": 8}
+                    httpx.post(f"{at.url}/v1/completions", json=body, timeout=60)
 
     asks = threading.Thread(target=ask, daemon=True)
     asks.start()
@@ -210,8 +206,3 @@ def test_a_server_whose_request_waits_for_a_record(server, way):
     seen.set()
     started.ends(SLOWLY_S)
     asks.join()
-
-
-def _ask(url: str, body: dict[str, Any]) -> None:
-    with suppress(httpx.HTTPError):
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60)

@@ -11,7 +11,21 @@ from lib import forked
 
 from vllm_hypic.patches.signature import PatchError, require_parameters
 
-APPLIED_TWICE = """
+BEGINNING = """
+import torch
+import vllm._custom_ops
+
+told = "vLLM or transformers has mended it: drop the patch"
+
+def fails(call, kind, says=""):
+    try:
+        call()
+    except kind as error:
+        return says in str(error)
+    return False
+"""
+SCRIPTS = {
+    "applied-twice": """
 import importlib, pkgutil
 import vllm_hypic
 from vllm_hypic import patches
@@ -28,15 +42,12 @@ import pickle
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 assert pickle.loads(pickle.dumps(AttentionBackendEnum["HYPIC"])) is AttentionBackendEnum["HYPIC"]
 assert AttentionBackendEnum["HYPIC"].get_class().get_name() == "HYPIC"
-"""
-
-ONE_TOKEN = """
-import torch
+""",
+    "one-token-conv": """
 from vllm.platforms import current_platform
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 from vllm_hypic.patches import cpu_one_token_conv
 
-import vllm._custom_ops
 cpu_one_token_conv.apply()
 wide = torch.randn(1, 400, dtype=torch.bfloat16)[:, :256]  # a row of a wider matrix, as the layer passes it
 weight = torch.randn(256, 4, dtype=torch.bfloat16)
@@ -51,10 +62,8 @@ window = torch.cat([before[1], wide]).float()
 truth = (window * weight.t().float()).sum(0)
 assert torch.allclose(out[:, 0].float(), truth, rtol=2e-2, atol=2e-2)
 assert torch.equal(states[1], torch.cat([before[1][1:], wide]))
-"""
-
-DRAFT_SAMPLING = """
-import torch
+""",
+    "draft-sampling": """
 from vllm.v1.sample import rejection_sampler
 from vllm_hypic.patches import cpu_draft_sampling
 
@@ -65,11 +74,8 @@ for dtype in (torch.float32, torch.int32, torch.int64):
     spread = rejection_sampler.expand_batch_to_tokens(options.to(dtype), ends, 6, 0, 1)
     a, _, _, d = options.tolist()
     assert spread.dtype == dtype and spread.tolist() == [a, a, 1, 1, 1, d], spread
-"""
-
-ROPE_HEADS = """
-import torch
-import vllm._custom_ops
+""",
+    "rope-by-heads": """
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm_hypic.patches import cpu_rope_heads
@@ -83,16 +89,13 @@ def rotated(rope, flat):
 with set_current_vllm_config(VllmConfig()):
     rope = RotaryEmbedding(64, 64, 256, 10000.0, True, torch.float32)
 flat = rotated(rope, flat=True)
-assert (rotated(rope, flat=False) - flat).abs().max() > 1, "vLLM has mended it: drop the patch"
+assert (rotated(rope, flat=False) - flat).abs().max() > 1, told
 cpu_rope_heads.apply()
 assert torch.equal(rotated(rope, flat=True), flat)
 assert (rotated(rope, flat=False) - flat).abs().max() < 1e-5
-"""
-
-CHECKPOINTS = """
-import torch
+""",
+    "mamba2-checkpoints": """
 from types import SimpleNamespace
-import vllm._custom_ops
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 from vllm_hypic.patches import cpu_mamba2_checkpoints
@@ -105,7 +108,7 @@ def states(asked):
         torch.tensor([2]), torch.zeros(3, dtype=torch.int32), torch.empty_like(x), dt_softplus=True,
         return_intermediate_states=asked)
 
-assert len(states(True)) == len(states(False)) == 1, "vLLM has mended it: drop the patch"
+assert len(states(True)) == len(states(False)) == 1, told
 
 def promised():
     layer = MambaMixer2.__new__(MambaMixer2)
@@ -120,20 +123,10 @@ def promised():
 assert promised() == 1
 cpu_mamba2_checkpoints.apply()
 assert promised() == 0
-"""
-
-OLMO = """
-import torch
-import vllm._custom_ops
+""",
+    "olmo": """
 from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn as olmo
 from vllm_hypic.patches import cpu_olmo_allocator, cpu_olmo_recurrence, olmo_conv_loader
-
-def fails(call, kind):
-    try:
-        call()
-    except kind:
-        return True
-    return False
 
 def loaded():
     # The second of two ranks: of parts with 2, 2 and 4 channels it has the second halves.
@@ -150,7 +143,6 @@ def recurrence():
     return olmo.fused_olmo_hybrid_gdn_gating(gate[0], gate, gate, gate[0])
 
 allocator = lambda: olmo.set_triton_allocator(torch.device("cpu"))
-told = "vLLM has mended it: drop the patch"
 assert fails(allocator, AttributeError), told
 cpu_olmo_allocator.apply()
 allocator()
@@ -162,11 +154,9 @@ cpu_olmo_recurrence.apply()
 from vllm.model_executor.custom_op import op_registry_oot
 ours = op_registry_oot["OlmoHybridGatedDeltaNetAttention"]
 assert ours._forward_core is not olmo.OlmoHybridGatedDeltaNetAttention._forward_core
-"""
-
-KIMI = """
+""",
+    "kimi": """
 import sys
-import vllm._custom_ops
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.gdn import kimi_gdn_linear_attn as kimi
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
@@ -175,7 +165,6 @@ from vllm.triton_utils import dispatcher
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm_hypic.patches import cpu_kernel_overrides, cpu_kimi_model, cpu_kimi_recurrence, cpu_mla_blocks
 
-told = "vLLM has mended it: drop the patch"
 name = "KimiLinearForCausalLM"
 assert ModelRegistry.models[name].module_name == "vllm.models.kimi_k3", told
 cpu_kimi_model.apply()
@@ -189,16 +178,9 @@ class Library:
 
 sys.modules["__main__"].library = Library()
 
-def searched():
-    try:
-        dispatcher._rebind_kernels([])
-    except (AttributeError, TypeError):
-        return False
-    return True
-
-assert not searched(), told
+assert fails(lambda: dispatcher._rebind_kernels([]), (AttributeError, TypeError)), told
 cpu_kernel_overrides.apply()
-assert searched()
+dispatcher._rebind_kernels([])
 
 assert CPUMLABackend.supports_block_size(16) and not CPUMLABackend.supports_block_size(128), told
 cpu_mla_blocks.apply()
@@ -209,18 +191,14 @@ ours = op_registry_oot["KimiGatedDeltaNetAttention"]
 assert ours._forward is not kimi.KimiGatedDeltaNetAttention._forward
 ours = op_registry_oot["BailingMoeV3KimiDeltaAttention"]
 assert ours.forward is not BailingMoeV3KimiDeltaAttention.forward
-"""
-
-BAILING = """
-import torch
+""",
+    "bailing": """
 import torch.nn.functional as F
-import vllm._custom_ops
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.linear import bailing_linear_attn as bailing
 from vllm_hypic.patches import bailing_config, cpu_bailing_norms, cpu_bailing_recurrence
 
-told = "vLLM or transformers has mended it: drop the patch"
 assert not {bailing_config.MODEL_TYPE, "bailing_moe_linear"} & set(CONFIG_MAPPING), told
 bailing_config.apply()
 linear = CONFIG_MAPPING["bailing_moe_linear"](rope_theta=6e5, partial_rotary_factor=0.5)
@@ -240,13 +218,7 @@ x, z, weight = torch.randn(5, 3, 64), torch.randn(5, 192), torch.randn(64)
 def normed():
     return bailing.layernorm_fn(x, weight, bias=None, eps=1e-5, is_rms_norm=True)
 
-try:
-    normed()
-except AttributeError as error:
-    assert "triton" in str(error)
-else:
-    assert False, told
-
+assert fails(normed, AttributeError, "triton"), told
 cpu_bailing_norms.apply()
 assert (normed() - F.rms_norm(x, (64,), weight, 1e-5)).abs().max() < 1e-5
 gate = bailing.BailingGroupRMSNormGate(192, group_size=64)
@@ -258,12 +230,9 @@ assert (gate(x.flatten(1)) - plain).abs().max() < 1e-5
 cpu_bailing_recurrence.apply()
 ours = op_registry_oot["BailingMoELinearAttention"]
 assert ours._decode_infer is not bailing.BailingMoELinearAttention._decode_infer
-"""
-
-MAMBA1 = """
-import torch
+""",
+    "mamba1": """
 import torch.nn.functional as F
-import vllm._custom_ops
 from vllm.model_executor.layers.mamba import mamba_mixer
 from vllm_hypic.patches import cpu_mamba1
 
@@ -286,13 +255,7 @@ def prefill(states, begin, end, resumed):
         has_initial_state=torch.tensor([resumed]), query_start_loc=torch.tensor([0, end - begin]))
 
 states = torch.zeros(3, channels, N)
-try:
-    prefill(states, 0, rows, False)
-except AttributeError as error:
-    assert "selective_scan_fwd" in str(error)
-else:
-    assert False, "vLLM has mended it: drop the patch"
-
+assert fails(lambda: prefill(states, 0, rows, False), AttributeError, "selective_scan_fwd"), told
 cpu_mamba1.apply()
 found = [prefill(states, 0, 3, False), prefill(states, 3, 8, True)]
 last = torch.empty(1, channels)
@@ -301,29 +264,16 @@ mamba_mixer.selective_state_update(
     dt_softplus=True, state_batch_indices=torch.tensor([[1]], dtype=torch.int32), out=last)
 assert (torch.cat([*found, last.t()], dim=1) - truth).abs().max() < 1e-5
 assert (states[1] - S).abs().max() < 1e-5 and not states[[0, 2]].any()
-"""
+""",
+}
+"""By what they show; all but the first run behind :data:`BEGINNING`."""
 
 
-without_kernel = pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM has this kernel for CPUs with AVX512-BF16 only"
-)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(APPLIED_TWICE, id="applied-twice"),
-        pytest.param(DRAFT_SAMPLING, id="draft-sampling"),
-        pytest.param(ROPE_HEADS, id="rope-by-heads"),
-        pytest.param(MAMBA1, id="mamba1"),
-        pytest.param(CHECKPOINTS, id="mamba2-checkpoints"),
-        pytest.param(OLMO, id="olmo"),
-        pytest.param(KIMI, id="kimi"),
-        pytest.param(BAILING, id="bailing"),
-        pytest.param(ONE_TOKEN, id="one-token-conv", marks=without_kernel),
-    ],
-)
-def test_in_a_process_of_its_own(code: str) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_in_a_process_of_its_own(name: str) -> None:
+    if name == "one-token-conv" and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("vLLM has this kernel for CPUs with AVX512-BF16 only")
+    code = SCRIPTS[name] if name == "applied-twice" else BEGINNING + SCRIPTS[name]
     done = forked.run([sys.executable, "-c", code], timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -350,6 +300,5 @@ assert (get_num_threads(), torch.get_num_threads()) == (3, 3), (get_num_threads(
 
 @pytest.mark.processes
 def test_looking_drafts_up_leaves_the_number_of_threads() -> None:
-    script = [sys.executable, "-c", THREADS]
-    run = subprocess.run(script, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
