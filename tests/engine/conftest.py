@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from oracle import Oracle
 from oracle.models import save_attention_model, save_hybrid_model
 
 from . import tiny_models
-from .engines import Engine, audit, pool_unit_bytes, run_apart
+from .engines import FIRST_WORD, Engine, pool_unit_bytes, run_apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 EngineFactory = Callable[..., Engine]
 Saver = Callable[..., Path]
+Use = Callable[[Engine], object]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,8 +68,7 @@ def one_layer_model(saved: Saver) -> Path:
 @pytest.fixture(scope="module", params=["hybrid", "attention"])
 def model(request: pytest.FixtureRequest) -> Path:
     """Each of both models, for modules that name no other."""
-    path: Path = request.getfixturevalue(f"{request.param}_model")
-    return path
+    return request.getfixturevalue(f"{request.param}_model")
 
 
 @pytest.fixture(scope="module")
@@ -103,22 +104,10 @@ def _factory(engine_logs: Path) -> Iterator[EngineFactory]:
         engine.close()
 
 
-@pytest.fixture(scope="package")
-def shared_engine(engine_logs: Path) -> Iterator[EngineFactory]:
-    """Start an engine that lives until the tests of this folder are done."""
-    yield from _factory(engine_logs)
-
-
-@pytest.fixture(scope="module")
-def module_engine(engine_logs: Path) -> Iterator[EngineFactory]:
-    """Start an engine that lives until the module's tests are done."""
-    yield from _factory(engine_logs)
-
-
-@pytest.fixture
-def start_engine(engine_logs: Path) -> Iterator[EngineFactory]:
-    """Start an engine for one test."""
-    yield from _factory(engine_logs)
+shared_engine, module_engine, start_engine = (
+    pytest.fixture(_factory, scope=scope) for scope in ("package", "module", "function")
+)
+"""Start an engine that lives until the tests of this folder are done, those of the module, or one test."""
 
 
 @pytest.fixture(scope="package")
@@ -134,13 +123,42 @@ def _stock(shared_engine: EngineFactory, hybrid_model: Path) -> Engine:
 def tight_args() -> dict[str, Any]:
     """A KV cache of a few blocks (requests get preempted) and chunks of 256 tokens."""
     return {
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 32,
-        "max_model_len": 2560,
-        "num_gpu_blocks_override": 12,
-        "enable_prefix_caching": False,
-        "disable_log_stats": False,
+        **{"max_num_batched_tokens": 256, "max_num_seqs": 32, "max_model_len": 2560},
+        **{"num_gpu_blocks_override": 12, "enable_prefix_caching": False, "disable_log_stats": False},
     }
+
+
+OLD, NEW = "old", "new"
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two adapters."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for seed, kind in enumerate((OLD, NEW)):
+        tiny_models.save_adapter(folder / kind, seed)
+    return folder
+
+
+CONTEXT = [FIRST_WORD + (7 * i) % 400 for i in range(90)]
+"""What the fixed context says, as token ids of these models."""
+
+
+def words(tokens: Iterable[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+@pytest.fixture(scope="module")
+def context_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("context") / "context.txt"
+    path.write_text(words(CONTEXT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A disk tier of the module's engine."""
+    return {"type": "disk", "path": str(tmp_path_factory.mktemp("disk")), "bytes": 64 << 20}
 
 
 TIGHT_PAGES = 10
@@ -160,55 +178,57 @@ def tight_options(units: tuple[int, int], *, slots: int = 3, pages: int = 3 * TI
 
 
 @pytest.fixture(scope="package")
-def _tight(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
-    options = tight_options(_hypic.call(pool_unit_bytes))
-    return shared_engine(hybrid_model, options=options, **tight_args())
+def units(_hypic: Engine) -> tuple[int, int]:
+    """Bytes of a page and a place of the hybrid model's pool."""
+    return _hypic.call(pool_unit_bytes)
 
 
 @pytest.fixture(scope="package")
-def _overlapped(shared_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
-    options = tight_options(_hypic.call(pool_unit_bytes))
+def _tight(shared_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int]) -> Engine:
+    return shared_engine(hybrid_model, options=tight_options(units), **tight_args())
+
+
+@pytest.fixture(scope="package")
+def _overlapped(shared_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int]) -> Engine:
     args = tight_args() | {"enable_prefix_caching": True, "num_gpu_blocks_override": 20}
-    return shared_engine(hybrid_model, options=options, overlap=True, **args)
+    return shared_engine(hybrid_model, options=tight_options(units), overlap=True, **args)
 
 
-@pytest.fixture
-def tight(_tight: Engine) -> Iterator[Engine]:
-    """A shared engine with :func:`tight_args` and a pool of three segments of 320 tokens."""
-    yield from lent(_tight)
+def checked(engine: Engine) -> Iterator[Engine]:
+    """For a module: nothing is under way when its tests are over, and the engine ends."""
+    with engine:
+        yield engine
+        engine.check_clean()
 
 
-@pytest.fixture
-def overlapped(_overlapped: Engine) -> Iterator[Engine]:
-    """Like ``tight``, with asynchronous scheduling and prefix caching."""
-    yield from lent(_overlapped)
+def lent(name: str, begin: Use = Engine.reset, end: Use = Engine.check_clean) -> Any:
+    """A fixture: the engine of the fixture ``name``, which begins a test empty; afterwards nothing may be
+    held."""
+
+    def lend(**given: Engine) -> Iterator[Engine]:
+        begin(given[name])
+        yield given[name]
+        end(given[name])
+
+    # That pytest sees what the fixture needs: parameters of the other one are the test's.
+    lend.__signature__ = Signature([Parameter(name, Parameter.KEYWORD_ONLY)])  # type: ignore[attr-defined]
+    return pytest.fixture(lend)
 
 
-def lent(engine: Engine, begin: Callable[[Engine], object] = Engine.reset) -> Iterator[Engine]:
-    """For one test: the engine begins empty, and nothing is under way afterwards."""
-    begin(engine)
-    yield engine
-    left = engine.call(audit)
-    assert left.clean, f"the test left something behind: {left}"
-
-
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    """The module's own ``_engine``, its caches empty; afterwards nothing may be held."""
-    yield from lent(_engine)
-
-
-@pytest.fixture
-def hypic(_hypic: Engine) -> Iterator[Engine]:
-    """The shared engine with the plugin, its caches empty; afterwards nothing may be held."""
-    yield from lent(_hypic)
+engine = lent("_engine")
+"""The module's own."""
+hypic = lent("_hypic")
+"""The shared engine with the plugin."""
+tight = lent("_tight")
+"""A shared engine with :func:`tight_args` and a pool of three segments of 320 tokens."""
+overlapped = lent("_overlapped")
+"""Like ``tight``, with asynchronous scheduling and prefix caching."""
 
 
 @pytest.fixture
 def chosen(kind: str, request: pytest.FixtureRequest) -> Engine:
     """The shared engine that the test's parameter ``kind`` names."""
-    engine: Engine = request.getfixturevalue(kind)
-    return engine
+    return request.getfixturevalue(kind)
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import socket
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -167,8 +168,7 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "HF_HUB_OFFLINE": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            # One unbound thread: these models gain nothing from more, and threads bound to cores that
-            # something else uses wait for each other.
+            # These models gain nothing from more threads, and bound ones wait for what else uses their cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
             **(env or {}),
@@ -193,7 +193,19 @@ class Engine:
         return self.call(generate, list(asks))
 
     def ask_one_by_one(self, *asks: Ask) -> list[Answer]:
-        return self.call(generate_one_by_one, list(asks))
+        return [self.ask(ask)[0] for ask in asks]
+
+    def ask_and_close(self, *asks: Ask) -> list[Answer]:
+        with self:
+            return self.ask_one_by_one(*asks)
+
+    def metrics(self) -> dict[str, float]:
+        return self.call(metrics)
+
+    def check_clean(self) -> None:
+        """Nothing is under way or held, and the pool's books are right: :func:`audit`."""
+        left = self.call(audit)
+        assert left.clean, f"something is left behind: {left}"
 
     def reset(self) -> None:
         """Empty vLLM's prefix cache and the public pool."""
@@ -211,11 +223,8 @@ class Engine:
 
 def run_apart(function: Callable[..., T], *args: Any, log: Path, timeout: float = CALL_TIMEOUT) -> T:
     """Run ``function(*args)`` in a fresh process that has vLLM's modules loaded."""
-    host = _Host(log)
-    try:
+    with closing(_Host(log)) as host:
         return host.run(function, args, timeout)
-    finally:
-        host.close()
 
 
 # -- functions that run beside the engine ------------------------------------------------------------
@@ -240,10 +249,6 @@ def outputs_of(llm: Any, *asks: Ask, **more: Any) -> list[Any]:
 
 def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
     return [answer_of(output) for output in outputs_of(llm, *asks)]
-
-
-def generate_one_by_one(llm: Any, asks: Iterable[Ask]) -> list[Answer]:
-    return [generate(llm, [ask])[0] for ask in asks]
 
 
 def begin(llm: Any, name: str, ask: Ask, **more: Any) -> str:
@@ -319,10 +324,8 @@ def plan_of(
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:
     """Bytes of one page, and of one state slot with blocks for all transitions, of a hypic engine's pool."""
     geometry = scheduler_of(llm).hypic.geometry
-    return (
-        geometry.page_bytes,
-        geometry.slot_bytes + geometry.record_transition_blocks * geometry.transition_block_bytes,
-    )
+    transitions = geometry.record_transition_blocks * geometry.transition_block_bytes
+    return geometry.page_bytes, geometry.slot_bytes + transitions
 
 
 def drain(llm: Any, steps: int = 2000) -> None:

@@ -82,12 +82,9 @@ def _awq(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
 
 def _gptq(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     q, zero, scale, meant = _four_bits(weight, symmetric=True)
-    return {
-        "qweight": _packed(q.t()).t(),
-        "qzeros": _packed(zero - 1),
-        "scales": scale,
-        "g_idx": torch.arange(len(q), dtype=torch.int32) // GROUP,
-    }, meant
+    groups = torch.arange(len(q), dtype=torch.int32) // GROUP
+    parts = {"qweight": _packed(q.t()).t(), "qzeros": _packed(zero - 1), "scales": scale, "g_idx": groups}
+    return parts, meant
 
 
 def _eight_bits(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
@@ -96,27 +93,17 @@ def _eight_bits(weight: torch.Tensor) -> tuple[Weights, torch.Tensor]:
     return {"weight": q.to(torch.int8), "weight_scale": scale}, q * scale
 
 
-def _eight_bits_config() -> dict[str, Any]:
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": common | {"strategy": "channel", "dynamic": False},
-        "input_activations": common | {"strategy": "token", "dynamic": True},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
+EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+GROUP_0 = {
+    "targets": ["Linear"],
+    "weights": EIGHT_BITS | {"strategy": "channel", "dynamic": False},
+    "input_activations": EIGHT_BITS | {"strategy": "token", "dynamic": True},
+}
+INTEGERS: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+INTEGERS |= {"config_groups": {"group_0": GROUP_0}, "ignore": ["lm_head"]}
+FOUR_BITS = {"bits": 4, "group_size": GROUP}
 SCHEMES = {
-    "awq": Scheme(
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq
-    ),
-    "gptq": Scheme(
-        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}, _gptq
-    ),
-    "w8a8": Scheme(_eight_bits_config(), _eight_bits),
+    "awq": Scheme({"quant_method": "awq", "zero_point": True, "version": "gemm"} | FOUR_BITS, _awq),
+    "gptq": Scheme({"quant_method": "gptq", "desc_act": False, "sym": True} | FOUR_BITS, _gptq),
+    "w8a8": Scheme(INTEGERS, _eight_bits),
 }

@@ -79,8 +79,7 @@ def unstage(llm: Any) -> int:
     assert staged._blocks.free == BLOCKS
     staged.close()
     _use(worker, llm.hypic_host_mover)
-    launched: int = staged._stream.launched
-    return launched
+    return int(staged._stream.launched)
 
 
 def _use(worker: Any, mover: Any) -> None:

@@ -14,16 +14,26 @@ from typing import Any
 import pytest
 from oracle import random_segments
 
-from . import tiny_models
-from .conftest import EngineFactory
-from .engines import Answer, Ask, Engine, answer_of, begin, outputs_of, prompt, same, scheduler_of
+from .conftest import NEW, OLD, EngineFactory
+from .engines import (
+    Answer,
+    Ask,
+    Engine,
+    EngineError,
+    answer_of,
+    begin,
+    outputs_of,
+    prompt,
+    same,
+    scheduler_of,
+)
 from .test_kv_events import EVENTS, LAST, published
+from .test_resets import half_computed
 from .test_store import on_disk, stored
 
 LEAD, ONE, TWO, QUERY = random_segments([40, 150, 400, 21], vocab=480, seed=7)
 ASK = Ask(prompt(ONE, TWO, lead=LEAD, query=QUERY))
 ARGS = {"dtype": "float32", "max_num_batched_tokens": 256, "enable_lora": True, "max_loras": 1}
-OLD, NEW = "old", "new"
 IDS = count(1)
 
 
@@ -52,7 +62,6 @@ def remove(llm: Any, adapter: Adapter) -> None:
 
 
 def answers(llm: Any, adapter: Adapter, *asks: Ask) -> list[Answer]:
-    """The answers of the model with an adapter, one by one."""
     return [answer_of(outputs_of(llm, ask, lora_request=adapter.request())[0]) for ask in asks]
 
 
@@ -67,14 +76,6 @@ class Files:
         for file in (self.kinds / kind).iterdir():
             self.path.mkdir(exist_ok=True)
             shutil.copyfile(file, self.path / file.name)
-
-
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kinds")
-    for seed, kind in enumerate((OLD, NEW)):
-        tiny_models.save_adapter(folder / kind, seed)
-    return folder
 
 
 @pytest.fixture
@@ -102,13 +103,10 @@ def expected(
 
 @pytest.fixture(scope="module", params=["pool", "disk"])
 def _engine(
-    request: pytest.FixtureRequest,
-    module_engine: EngineFactory,
-    one_layer_model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, module_engine: EngineFactory, one_layer_model: Path, disk: dict[str, Any]
 ) -> Engine:
     """An engine without tiers, and one with a disk tier."""
-    options = stored(on_disk(tmp_path_factory.mktemp("records"))) if request.param == "disk" else {}
+    options = stored(disk) if request.param == "disk" else {}
     return module_engine(one_layer_model, options=options, **ARGS)
 
 
@@ -130,7 +128,6 @@ def check(expected: dict[str, tuple[Answer, Answer]]) -> Any:
 
 @pytest.fixture
 def loaded(engine: Engine, files: Files, check: Any) -> Adapter:
-    """An adapter that has been loaded and asked."""
     adapter = Adapter(str(files.path))
     engine.call(load, adapter)
     check(engine, adapter, OLD)
@@ -171,23 +168,19 @@ def test_weights_that_changed_between_two_starts(
 ) -> None:
     """Records on disk are found again by what the adapter's files hold, not where it stands."""
     options, adapter = stored(on_disk(tmp_path / "records")), Adapter(str(files.path))
-    for kind, cached in ((OLD, False), (NEW, False), (OLD, True)):
+    moved = Adapter(str(files.kinds / OLD), name="moved")
+    starts = (adapter, OLD, False), (adapter, NEW, False), (adapter, OLD, True), (moved, OLD, True)
+    for asked, kind, cached in starts:
         files.put(kind)
         with start_engine(one_layer_model, options=options, **ARGS) as engine:
-            assert (check(engine, adapter, kind).cached > 500) == cached
-    moved = Adapter(str(files.kinds / OLD), name="moved")
-    with start_engine(one_layer_model, options=options, **ARGS) as engine:
-        assert check(engine, moved, OLD).cached > 500
+            assert (check(engine, asked, kind).cached > 500) == cached
 
 
 def change_amid(llm: Any, adapter: Adapter, files: Files, kind: str, loads: bool) -> None:
     """Put other weights in place while a request's segment is half computed."""
     engine, scheduler = llm.llm_engine, scheduler_of(llm)
     begin(llm, "amid", ASK, lora_request=adapter.request())
-    while not any(
-        0 < r.num_computed_tokens < r.num_prompt_tokens and scheduler.hypic.is_internal(r.request_id)
-        for r in scheduler.running
-    ):
+    while not half_computed(scheduler):
         engine.step()
     files.put(kind)
     if loads:
@@ -228,19 +221,12 @@ def test_files_that_changed_under_a_loaded_adapter(
     check(engine, adapter, OLD)
 
 
-def failed(llm: Any, adapter: Adapter) -> str:
-    """What loading raises."""
-    try:
-        load(llm, adapter)
-    except Exception as e:
-        return str(e)
-    return ""
-
-
 def test_loading_that_fails(engine: Engine, files: Files, check: Any, loaded: Adapter) -> None:
     """vLLM has the former weights still."""
     (files.path / "adapter_model.safetensors").write_bytes(b"nothing")
-    assert engine.call(failed, replace(loaded, in_place=True))
+    with pytest.raises(EngineError) as raised:
+        engine.call(load, replace(loaded, in_place=True))
+    assert raised.value.kind != "AssertionError"
     check(engine, loaded, OLD, reuses=False)
     files.put(NEW)
     engine.call(load, replace(loaded, in_place=True))

@@ -53,17 +53,20 @@ def steps() -> list[list[dict[str, Any]]]:
     return found
 
 
-def loop(
-    llm: Any, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]], mode: str | None
-) -> list[tuple[int, int]]:
-    """Tokens of the prompt, and of these what was computed, by step."""
+Chats = list[list[dict[str, Any]]]
+Loop = list[tuple[list[int], int]]
+"""The prompt of each chat, and how many of its tokens were computed."""
+
+
+def loop(llm: Any, chats: Chats, mode: str | None, tools: list[dict[str, Any]] | None = None) -> Loop:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, extra_args=mode and {"hypic_segment_mode": mode})
     found = []
-    for said in messages:
+    for said in chats:
         [output] = llm.chat([said], params, tools=tools, chat_template=TEMPLATE, use_tqdm=False)
-        found.append((len(output.prompt_token_ids), len(output.prompt_token_ids) - output.num_cached_tokens))
+        tokens = list(output.prompt_token_ids)
+        found.append((tokens, len(tokens) - output.num_cached_tokens))
     return found
 
 
@@ -84,55 +87,42 @@ def ours(module_engine: EngineFactory, model: Path) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def plain(module_engine: EngineFactory, model: Path) -> list[tuple[int, int]]:
+def plain(module_engine: EngineFactory, model: Path) -> Loop:
     """Stock vLLM's loop."""
-    return module_engine(model, hypic=False, **SIZES).call(loop, steps(), TOOLS, None)
+    return module_engine(model, hypic=False, **SIZES).call(loop, steps(), None, TOOLS)
 
 
 @pytest.mark.parametrize("mode", ["structure", "text"])
-def test_a_step_computes_what_is_new(ours: Engine, plain: list[tuple[int, int]], mode: str) -> None:
+def test_a_step_computes_what_is_new(ours: Engine, plain: Loop, mode: str) -> None:
     """``pytest -s -k what_is_new`` prints what each step computes, beside stock vLLM."""
     ours.reset()
-    found = ours.call(loop, steps(), TOOLS, mode)
+    found = ours.call(loop, steps(), mode, TOOLS)
     print("\nstep: tokens, computed; stock: computed")
     for i, ((tokens, computed), (_, of_stock)) in enumerate(zip(found, plain, strict=True)):
-        print(f"{i}: {tokens}, {computed}; {of_stock}")
+        print(f"{i}: {len(tokens)}, {computed}; {of_stock}")
     print(f"in all: {sum(computed for _, computed in found)}; stock {sum(computed for _, computed in plain)}")
     for (before, _), (tokens, computed) in pairwise(found):
-        assert computed <= 1.05 * (tokens - before) + BLOCK, "a step computed again what another had computed"
+        assert computed <= 1.05 * (len(tokens) - len(before)) + BLOCK, (
+            "a step computed again what another had computed"
+        )
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
 
 def test_tools_in_another_order_are_reused(ours: Engine) -> None:
     ours.reset()
-    ours.call(loop, steps()[:1], TOOLS, "structure")
-    [(tokens, computed)] = ours.call(loop, steps()[:1], TOOLS[::-1], "structure")
-    assert computed < 0.4 * tokens
+    ours.call(loop, steps()[:1], "structure", TOOLS)
+    [(tokens, computed)] = ours.call(loop, steps()[:1], "structure", TOOLS[::-1])
+    assert computed < 0.4 * len(tokens)
 
 
 WINDOW = 24
 """Tokens, fewer than a block and than a segment have: what two texts share by chance is shorter."""
 
 
-def told(llm: Any, chats: list[list[dict[str, Any]]], mode: str) -> list[tuple[list[int], int]]:
-    """The prompt of each chat, one after the other, and how many of its tokens were reused."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=1, extra_args={"hypic_segment_mode": mode})
-    found = []
-    for said in chats:
-        [output] = llm.chat([said], params, chat_template=TEMPLATE, use_tqdm=False)
-        found.append((list(output.prompt_token_ids), output.num_cached_tokens))
-    return found
-
-
 def covered(tokens: list[int], seen: set[tuple[int, ...]]) -> int:
     """How many of ``tokens`` lie in a window that is in ``seen``."""
-    held: set[int] = set()
-    for i, window in enumerate(windows(tokens)):
-        if window in seen:
-            held.update(range(i, i + WINDOW))
-    return len(held)
+    starts = (i for i, window in enumerate(windows(tokens)) if window in seen)
+    return len({at for start in starts for at in range(start, start + WINDOW)})
 
 
 def windows(tokens: list[int]) -> list[tuple[int, ...]]:
@@ -144,7 +134,7 @@ def windows(tokens: list[int]) -> list[tuple[int, ...]]:
 @settings(max_examples=5, phases=(Phase.generate,))
 @given(chats=st.lists(CHATS, min_size=1, max_size=2), order=st.randoms(use_true_random=False))
 def test_only_what_an_earlier_request_said_is_reused(
-    ours: Engine, mode: str, chats: list[list[dict[str, Any]]], order: Any
+    ours: Engine, mode: str, chats: Chats, order: Any
 ) -> None:
     """Each chat, the chat without its last message, and the messages of all chats in another order."""
     chats = [[{**m, "content": str(m["content"])[:300]} for m in said] for said in chats]
@@ -153,6 +143,6 @@ def test_only_what_an_earlier_request_said_is_reused(
     ours.reset()
     seen: set[tuple[int, ...]] = set()
     asked = [*chats, *(said[:-1] for said in chats if len(said) > 1), mixed]
-    for tokens, reused in ours.call(told, asked, mode):
-        assert reused <= covered(tokens, seen)
+    for tokens, computed in ours.call(loop, asked, mode):
+        assert len(tokens) - computed <= covered(tokens, seen)
         seen.update(windows(tokens))

@@ -3,21 +3,22 @@ drafts are looked up no state of a draft is in it, wherever pages end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
+from oracle import Oracle, random_segments, save_olmo_model
 
-from .conftest import EngineFactory, Saver, lent, tight_args, tight_options
-from .engines import LAST_WORD, Answer, Ask, Engine, audit, pool_unit_bytes, scheduler_of
+from .conftest import EngineFactory, Saver, checked, lent, tight_args, tight_options
+from .engines import LAST_WORD, Answer, Ask, Engine, scheduler_of
 from .engines import distance as apart
-from .test_drafts import ARGS, NGRAMS, WORDS, watched
-from .test_drafts_of_hybrids import LAYERS
+from .test_drafts import NGRAMS, WORDS, watched
+from .test_drafts_of_hybrids import LAYERS, OTHERS, ROOM
 from .test_oracle_agreement import NOISE_FACTOR, Distance, distance, first_token
-from .test_prefix_passes import FULL, OPTIONS, PAGE, begun, passes
+from .test_prefix_passes import FULL, OPTIONS, PAGE, begun
+from .test_scheduling import passes
 from .test_store import MEMORY, empty_pool, stored
 
 SYSTEM, QUESTION, MORE = random_segments([200, 37, 45], vocab=480, seed=41)
@@ -31,9 +32,7 @@ BEHIND = (len(SYSTEM) + len(QUESTION) + GENERATED - 1) // PAGE * PAGE
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def engine(module_engine: EngineFactory, model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     args = {"max_logprobs": -1, "disable_log_stats": False, "options": OPTIONS}
-    with module_engine(model, **args, overlap=request.param) as started:
-        yield started
-        assert started.call(audit).clean
+    yield from checked(module_engine(model, **args, overlap=request.param))
 
 
 def turn(engine: Engine, prompt: Sequence[int], tokens: int = GENERATED, **sampling: Any) -> Answer:
@@ -122,9 +121,8 @@ def test_a_wrong_name_shows(engine: Engine, oracle: Oracle, fault: str) -> None:
     """One token other than the last that the record has, and states one token late."""
     engine.call(renamed, fault)
     try:
-        prompts = grown(engine)
         wrong = []
-        for tokens in prompts:
+        for tokens in grown(engine):
             origin = (len(tokens) - len(MORE) - GENERATED - 1) // PAGE * PAGE
             end = (len(tokens) - len(MORE) - 1) // PAGE * PAGE
             at = end - 1 if fault == "token" else origin
@@ -136,9 +134,9 @@ def test_a_wrong_name_shows(engine: Engine, oracle: Oracle, fault: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def _tight(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+def _tight(module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int]) -> Engine:
     """A pool of a few records, and few blocks."""
-    options = tight_options(_hypic.call(pool_unit_bytes), slots=5, pages=40) | OPTIONS
+    options = tight_options(units, slots=5, pages=40) | OPTIONS
     return module_engine(hybrid_model, options=options, **tight_args())
 
 
@@ -153,7 +151,6 @@ def test_no_room(tight: Engine) -> None:
     assert turn(tight, begun(prompts[0], alone.tokens, MORE), 1).cached > len(prompts[0])
     for prompt in prompts[1:4]:
         turn(tight, prompt)
-    tight.call(audit)
 
 
 def test_answers_go_to_tiers(start_engine: EngineFactory, hybrid_model: Path) -> None:
@@ -163,7 +160,7 @@ def test_answers_go_to_tiers(start_engine: EngineFactory, hybrid_model: Path) ->
         turn(engine, MORE[:20], 1)  # the step that has it stored
         engine.call(empty_pool)
         assert turn(engine, grown, 1).cached == BEHIND
-        assert engine.call(audit).clean
+        engine.check_clean()
 
 
 LONGER = 90
@@ -171,25 +168,18 @@ FEW = {"allowed_token_ids": [*SYSTEM[: WORDS // 2], *range(LAST_WORD - WORDS // 
 """Answers repeat themselves and the prompt."""
 ROUNDING = 0.002
 """Of logprobs in float32."""
-HYBRIDS: dict[str, Callable[..., Any]] = {
-    "Olmo": partial(save_olmo_model, layer_types=LAYERS),
-    "NemotronH": partial(save_mamba2_model, name="NemotronH"),
-    "Lfm2": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
-}
+HYBRIDS = OTHERS | {"Olmo": partial(save_olmo_model, layer_types=LAYERS)}
 
 
 @pytest.fixture(
     scope="module", params=["Olmo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("NemotronH", "Lfm2"))]
 )
 def _drafting(request: pytest.FixtureRequest, module_engine: EngineFactory, saved: Saver) -> Engine:
-    args = ARGS | {"num_gpu_blocks_override": 80}
     path = saved(HYBRIDS[request.param])
-    return module_engine(path, options=OPTIONS, speculative_config=NGRAMS, **args)
+    return module_engine(path, options=OPTIONS, speculative_config=NGRAMS, **ROOM)
 
 
-@pytest.fixture
-def drafting(_drafting: Engine) -> Iterator[Engine]:
-    yield from lent(_drafting)
+drafting = lent("_drafting")
 
 
 def both(prompt: tuple[int, ...], tokens: int = LONGER) -> tuple[Ask, Ask]:

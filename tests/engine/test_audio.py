@@ -5,7 +5,6 @@ As in ``test_images.py`` the models have one layer of attention, behind which co
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from .conftest import EngineFactory, Saver
-from .engines import EngineError, entry_of, run_apart
+from .engines import EngineError, entry_of, run_apart, sampling_params
 from .test_images import ENGINE, FIRST, LEAD, QUERY, QWEN2, SECOND, Model, ask, picture, video
 from .tiny_audio import AUDIO_ID, END_ID, IMAGE_ID, SEEN_END_ID, SEEN_ID, START_ID, VIDEO_ID, save_audio
 
@@ -42,30 +41,17 @@ ASKS = {
     "two-of-one": ask(DOCUMENT, [*SECOND, *SOUND], query=QUERY, audio=[LONG, LONG]),
 }
 ALL_KINDS = [*FIRST[:30], *PICTURE, *SOUND, *FIRST[30:60], *VIDEO, *FIRST[60:]]
+SEEN = {"image": [picture(0, 64, 160)], "video": [video(2, 4, 64, 96)]}
 MIXED = {
-    "mixed": ask(
-        ALL_KINDS,
-        SECOND,
-        query=[*SOUND, *QUERY],
-        image=[picture(0, 64, 160)],
-        audio=[LONG, SHORT],
-        video=[video(2, 4, 64, 96)],
-    )
+    "mixed": ask(ALL_KINDS, SECOND, query=[*SOUND, *QUERY], audio=[LONG, SHORT], **SEEN),
+    "mixed-reordered": ask(SECOND, ALL_KINDS, query=QUERY, audio=[LONG], **SEEN),
 }
-MIXED["mixed-reordered"] = replace(
-    ask(SECOND, ALL_KINDS, query=QUERY), media=MIXED["mixed"].media | {"audio": [LONG]}
-)
-
 
 BOUND = 1e-4
 """As in ``test_images.py``, in float32."""
 ARGS = ENGINE | {"dtype": "float32", "limit_mm_per_prompt": {"audio": LIMIT}}
-HEARS: dict[str, Any] = {
-    "steps": 8,
-    "differs": 100,
-    "write": save_audio,
-    "other": {"audio": [sound(7, 6.2), SHORT]},
-}
+HEARS: dict[str, Any] = {"steps": 8, "differs": 100, "write": save_audio}
+HEARS |= {"other": {"audio": [sound(7, 6.2), SHORT]}}
 FIELDS = {"num_hidden_layers": 1, "hidden_size": 256}
 MODELS = [
     Model("qwen2-audio", "Qwen2Audio", FIELDS, BOUND, ARGS, asks=ASKS, **HEARS),
@@ -78,13 +64,14 @@ def test_what_vllm_refuses_is_refused(start_engine: EngineFactory, saved: Saver)
     """In vLLM's words, for ordinary requests and for those with segments; the engine goes on."""
     engine, whole = start_engine(saved(MODELS[0].save), **ARGS), sound(0, 30)
     [before] = engine.ask(ASKS["segment"])  # vLLM sends no audio twice to its core, whether refused or not
-    too_many = ask(*[SOUND] * (LIMIT + 1), query=QUERY, audio=[SHORT] * (LIMIT + 1))
-    too_long = ask(*[SOUND] * LIMIT, query=QUERY, lead=60 * LEAD, audio=[whole] * LIMIT)
-    too_short = ask(SOUND, query=QUERY, audio=[(whole[0][:100], RATE)])
+    many, short = LIMIT + 1, (whole[0][:100], RATE)
     for given, why in (
-        (too_many, f"At most {LIMIT} audio"),
-        (too_long, "maximum (model|context) length"),
-        (too_short, "too short to be represented"),
+        (ask(*[SOUND] * many, query=QUERY, audio=[SHORT] * many), f"At most {LIMIT} audio"),
+        (
+            ask(*[SOUND] * LIMIT, query=QUERY, lead=60 * LEAD, audio=[whole] * LIMIT),
+            "maximum (model|context) length",
+        ),
+        (ask(SOUND, query=QUERY, audio=[short]), "too short to be represented"),
     ):
         for one in (given.plain(), given):
             with pytest.raises(EngineError, match=why):
@@ -96,19 +83,16 @@ def test_what_vllm_refuses_is_refused(start_engine: EngineFactory, saved: Saver)
 def test_audio_in_a_video_is_refused(start_engine: EngineFactory, saved: Saver) -> None:
     """Its tokens and the video's stand in one another; without segments the engine answers."""
     engine = start_engine(saved(MODELS[1].save), **ARGS)
-    assert len(engine.call(generate_interleaved, False)) == 1
+    assert len(engine.call(generate_interleaved, False)) == 8
     with pytest.raises(EngineError, match="lies in the input before it, as with use_audio_in_video"):
         engine.call(generate_interleaved, True)
 
 
 def generate_interleaved(llm: Any, composed: bool) -> list[int]:
-    from vllm import SamplingParams
-
     given = ask(VIDEO, FIRST, query=QUERY, audio=[SHORT], video=[video(2, 4, 64, 96)])
-    entry = entry_of(given if composed else given.plain())
-    params = SamplingParams(max_tokens=1, detokenize=False, ignore_eos=True)
-    interleaved = entry | {"mm_processor_kwargs": {"use_audio_in_video": True}}
-    [output] = llm.generate([interleaved], params, use_tqdm=False)
+    given = given if composed else given.plain()
+    interleaved = entry_of(given) | {"mm_processor_kwargs": {"use_audio_in_video": True}}
+    [output] = llm.generate([interleaved], sampling_params(given), use_tqdm=False)
     return list(output.outputs[0].token_ids)
 
 

@@ -11,31 +11,27 @@ from typing import Any
 import pytest
 from oracle import Oracle, random_segments
 
-from .conftest import EngineFactory, tight_args, tight_options
-from .engines import Answer, Ask, Engine, audit, metrics, pool_unit_bytes, prompt, same
+from .conftest import EngineFactory, checked, tight_args, tight_options
+from .engines import Answer, Ask, Engine, prompt, same
 from .engines import distance as apart
 from .test_concurrency import MAX_FLOOR, storm
 from .test_concurrency import NOISE_FACTOR as BATCHING_FACTOR
-from .test_contexts_and_islands import CONTEXT
 from .test_oracle_agreement import NOISE_FACTOR, Distance, composed_by, distance, expected_by, first_token
 from .test_resets import change_weights
 
-EVERY, TOKENS = 64, 300
+EVERY = 64
 OPTIONS = {"checkpoint_tokens": EVERY, "page_tokens": 32, "context": "none", "islands": "none"}
 RESUMED = "vllm:hypic_tokens_resumed"
 
 
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, model: Path) -> Iterator[Engine]:
-    with module_engine(model, max_logprobs=-1, disable_log_stats=False, options=OPTIONS) as started:
-        yield started
-        assert started.call(audit).clean
+    yield from checked(module_engine(model, max_logprobs=-1, disable_log_stats=False, options=OPTIONS))
 
 
-def documents(seed: int) -> tuple[list[int], list[int], list[int], list[int]]:
+def documents(seed: int) -> list[list[int]]:
     """A leading segment, a document, another one, a query."""
-    lead, document, other, query = random_segments([150, TOKENS, 90, 12], vocab=480, seed=seed)
-    return lead, document, other, query
+    return random_segments([150, 300, 90, 12], vocab=480, seed=seed)
 
 
 def ask(lead: list[int], *segments: list[int], query: list[int]) -> Ask:
@@ -43,7 +39,7 @@ def ask(lead: list[int], *segments: list[int], query: list[int]) -> Ask:
 
 
 def resumed(engine: Engine) -> float:
-    return engine.call(metrics).get(RESUMED, 0.0)
+    return engine.metrics().get(RESUMED, 0.0)
 
 
 def fresh(engine: Engine, request: Ask) -> Answer:
@@ -86,7 +82,6 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def noise(engine: Engine, oracle: Oracle) -> Distance:
-    """How far ordinary requests of this engine are from full recompute."""
     lead, document, other, query = documents(5)
     whole = [[*lead, *document, *document, *other, *query], [*document, *other, *query]]
     return distance([first_token(engine, t) for t in whole], [oracle.full_logprobs(t) for t in whole])
@@ -128,13 +123,11 @@ ENDS = random_segments([40] * FORKS, vocab=480, seed=22)
 
 @pytest.fixture(scope="module")
 def _tight(
-    module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine, tmp_path_factory: pytest.TempPathFactory
+    module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int], context_file: Path
 ) -> Engine:
-    file = tmp_path_factory.mktemp("context") / "context.txt"
-    file.write_text(" ".join(f"w{token}" for token in CONTEXT))
     # Places for states of seven, and pages of four.
-    options = tight_options(_hypic.call(pool_unit_bytes), slots=7, pages=40)
-    options |= {"checkpoint_tokens": EVERY, "context_file": str(file)}
+    options = tight_options(units, slots=7, pages=40)
+    options |= {"checkpoint_tokens": EVERY, "context_file": str(context_file)}
     return module_engine(hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96})
 
 
@@ -144,9 +137,9 @@ def fork(number: int, *, salt: str | None = None, extra: dict[str, Any] | None =
 
 
 def test_many_forks_in_a_pool_of_few(tight: Engine) -> None:
-    before = tight.call(metrics)
+    before = tight.metrics()
     answers = tight.ask(*(fork(i) for i in range(FORKS)))
-    after = tight.call(metrics)
+    after = tight.metrics()
     assert after[RESUMED] - before.get(RESUMED, 0.0) > 0
     assert after["vllm:hypic_evictions"] > before["vllm:hypic_evictions"]
     found, noise = 0.0, 0.0
@@ -209,6 +202,6 @@ def test_clients_that_leave_leave_nothing(tight: Engine) -> None:
     for seed in range(2):
         counts = tight.call(storm, forks, seed)
         assert counts["segment prefill"] and counts["finished"], counts
-        assert tight.call(audit).clean
+        tight.check_clean()
     tight.reset()
     assert same(tight.ask(forks[1])[0], wanted)

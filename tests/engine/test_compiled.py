@@ -17,27 +17,24 @@ COMPOSED = prompt(A, B, C, lead=LEAD, query=QUERY)
 WHOLE = [*LEAD, *A, *B, *C, *QUERY]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache of compiled models for both engines: neither may take the other's."""
-    return tmp_path_factory.mktemp("vllm-cache")
-
-
 def compiled(new_engine: EngineFactory, model: Path, cache: Path, *, hypic: bool, **args: Any) -> Engine:
     env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_CACHE_ROOT": str(cache)}
     return new_engine(model, hypic=hypic, env=env, enforce_eager=False, max_logprobs=-1, **args)
 
 
 @pytest.fixture(scope="module")
-def stock_compiled(module_engine: EngineFactory, hybrid_model: Path, cache: Path) -> Engine:
-    return compiled(module_engine, hybrid_model, cache, hypic=False)
+def engines(
+    module_engine: EngineFactory, hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Engine, Engine]:
+    """Stock and ours, with one cache of compiled models: neither may take the other's."""
+    cache = tmp_path_factory.mktemp("vllm-cache")
+    stock, ours = (compiled(module_engine, hybrid_model, cache, hypic=hypic) for hypic in (False, True))
+    return stock, ours
 
 
 @pytest.fixture(scope="module")
-def hypic_compiled(
-    stock_compiled: Engine, module_engine: EngineFactory, hybrid_model: Path, cache: Path
-) -> Engine:
-    return compiled(module_engine, hybrid_model, cache, hypic=True)
+def hypic_compiled(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +47,23 @@ def mode_and_calls(llm: object) -> tuple[str, dict[str, int]]:
     return config.mode.name, dict(worker_of(llm).runtime.calls)
 
 
-def test_plain_requests_are_stock_bit_for_bit(hypic_compiled: Engine, stock_compiled: Engine) -> None:
-    plain = [Ask(tuple([*LEAD, *A, *QUERY]), 12), Ask(tuple([*B, *QUERY]), 12), Ask(tuple(C), 12)]
-    mode, before = hypic_compiled.call(mode_and_calls)
+def test_plain_requests_are_stock_bit_for_bit(engines: tuple[Engine, Engine]) -> None:
+    stock, ours = engines
+    plain = [Ask((*LEAD, *A, *QUERY), 12), Ask((*B, *QUERY), 12), Ask(tuple(C), 12)]
+    mode, before = ours.call(mode_and_calls)
     assert mode != "NONE"
-    assert all_same(hypic_compiled.ask(*plain), stock_compiled.ask(*plain))
-    assert hypic_compiled.call(mode_and_calls)[1] == before
-
-
-def model_of(llm: Any) -> Any:
-    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    assert all_same(ours.ask(*plain), stock.ask(*plain))
+    assert ours.call(mode_and_calls)[1] == before
 
 
 def eager_ropes(llm: Any, ask: Ask) -> tuple[int, int]:
     """(calls of rotary embeddings by Python code, captures of K and V by layers) while ``ask`` runs."""
     from vllm_hypic.backends.rope import RopeTap
 
-    seen: list[object] = []
-    ropes = [m for m in model_of(llm).modules() if isinstance(m, RopeTap)]
+    seen, calls = list[object](), worker_of(llm).runtime.calls
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    ropes, before = [m for m in model.modules() if isinstance(m, RopeTap)], calls["capture_kv"]
     assert ropes
-    calls = worker_of(llm).runtime.calls
-    before = calls["capture_kv"]
     for rope in ropes:
         rope.hypic_probe = lambda rope, raw, rotated: seen.append(rope)
     try:

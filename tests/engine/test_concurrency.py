@@ -19,7 +19,7 @@ import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory, tight_args
-from .engines import Answer, Ask, Engine, audit, begin, drain, metrics, prompt, scheduler_of
+from .engines import Answer, Ask, Engine, audit, begin, drain, prompt, scheduler_of
 
 REQUESTS = 24
 NOISE_FACTOR = 1.5
@@ -112,10 +112,10 @@ def test_concurrent_requests_give_the_results_of_one_by_one(
 ) -> None:
     asks = mixed_asks(0, islands)
     stock = measure(stock_tight, [a.plain() for a in asks])
-    before = tight.call(metrics)
+    before = tight.metrics()
     ours = measure(tight, asks)
     named = ("preemptions", "segments", "evictions", "pool_waits")
-    after = {k: v for k, v in tight.call(metrics).items() if any(name in k for name in named)}
+    after = {k: v for k, v in tight.metrics().items() if any(name in k for name in named)}
     counted = {k: v - before.get(k, 0) for k, v in after.items()}
     numbers = f"ours {ours}, stock {stock}, counters {counted}"
     print(numbers)
@@ -207,24 +207,23 @@ def storm(llm: Any, asks: list[Ask], seed: int) -> dict[str, int]:
 @pytest.mark.fast("overlapped")
 @pytest.mark.parametrize("kind", ["tight", "overlapped"])
 def test_aborts_at_random_moments_leave_nothing(chosen: Engine) -> None:
-    engine = chosen
     asks = [Ask(a.tokens, a.max_tokens, a.extra) for seed in (5, 6) for a in mixed_asks(seed)]
     composed = [a for a in asks if a.tokens != a.plain().tokens]
-    before = engine.ask_one_by_one(*composed[:3])
-    engine.reset()
-    start = engine.call(audit)
+    before = chosen.ask_one_by_one(*composed[:3])
+    chosen.reset()
+    start = chosen.call(audit)
 
     counts: Counter[str] = Counter()
     for seed in range(2):
-        counts += Counter(engine.call(storm, asks, seed))
-        end = engine.call(audit)
+        counts += Counter(chosen.call(storm, asks, seed))
+        end = chosen.call(audit)
         assert end.clean, f"after storm {seed}: {end}"
         assert end.free_blocks == start.free_blocks, f"after storm {seed}: {end}, before {start}"
     missed = [p for p in (*PHASES, "finished") if not counts[p]]
     assert not missed, f"no request was in {missed}: {dict(counts)}"
 
-    engine.reset()
-    assert engine.ask_one_by_one(*composed[:3]) == before, "answers changed"
+    chosen.reset()
+    assert chosen.ask_one_by_one(*composed[:3]) == before, "answers changed"
 
 
 def segments_left(llm: Any, gone: Ask, stays: Ask) -> tuple[dict[int, int], ...]:
@@ -239,8 +238,7 @@ def segments_left(llm: Any, gone: Ask, stays: Ask) -> tuple[dict[int, int], ...]
 
     leaves, _ = begin(llm, "gone", gone), begin(llm, "stays", stays)
     engine.step()
-    works = side.segment_requests._segments.values()
-    first_tokens = {w.segment.key: w.segment.tokens[0] for w in works}
+    first_tokens = {w.segment.key: w.segment.tokens[0] for w in side.segment_requests._segments.values()}
     before = found()
     engine.abort_request([leaves], internal=True)
     engine.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from oracle import Oracle, random_segments
 
 from vllm_hypic.connector.scheduler.island_runs import LONGEST_RUN
 
-from .conftest import EngineFactory
-from .engines import FIRST_WORD, Ask, Engine, EngineError, audit, plan_of, prompt, run_apart, scheduler_of
-from .engines import distance as apart
+from .conftest import CONTEXT, EngineFactory
+from .engines import Ask, Engine, EngineError, largest_distance, plan_of, prompt, run_apart, scheduler_of
 from .test_oracle_agreement import (
     NOISE_FACTOR,
     Distance,
@@ -30,18 +29,7 @@ from .test_oracle_agreement import (
     texts,
 )
 
-CONTEXT = [FIRST_WORD + (7 * i) % 400 for i in range(90)]
-"""What the fixed context says, as token ids of these models."""
 ISLANDS = "query-20"
-
-
-@pytest.fixture(scope="module")
-def context_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("context") / "context.txt"
-    path.write_text(" ".join(f"w{token}" for token in CONTEXT))
-    return path
-
-
 CHUNKS = [pytest.param(4096, id="whole"), pytest.param(96, id="chunks-of-96", marks=pytest.mark.slow)]
 
 
@@ -72,7 +60,7 @@ def island_runs(llm: Any) -> tuple[int, int]:
 
 def forget_streams(llm: Any) -> None:
     """Empty vLLM's prefix cache; records stay."""
-    assert llm.reset_prefix_cache()
+    assert llm.reset_prefix_cache() and len(scheduler_of(llm).hypic.directory)
 
 
 def asking(segments: Sequence[Sequence[int]], query: Sequence[int]) -> list[int]:
@@ -159,22 +147,20 @@ def test_planted_faults_are_seen(
 
 def test_a_stream_that_goes_on_inside_an_island(engine: Engine, oracle: Oracle, noise: Distance) -> None:
     """vLLM's prefix cache has the stream up to a block's end; what comes behind it is an island's rest."""
-    (block, longest), extra = engine.call(island_runs), {"hypic_islands": "query-50"}
+    unit_and_longest, extra = engine.call(island_runs), {"hypic_islands": "query-50"}
+    block = unit_and_longest[0]
     lead, document = random_segments([40, 4 * block], vocab=480, seed=31)
     query = [*document[block : 3 * block : 7], document[0]]
     tokens = prompt(document, lead=lead, query=query)
     islands = engine.call(islands_of, tokens, extra)
     [runs] = islands.values()
-    at, inside = 8, False
-    for first, stop in runs:
-        inside |= at < block < at + stop - first
-        at += stop - first
-    assert inside, f"no island over stream token {block}: {runs}"
+    places = pairwise(accumulate((stop - first for first, stop in runs), initial=8))
+    assert any(first < block < stop for first, stop in places), f"no island over token {block}: {runs}"
     engine.reset()
     fresh, resumed = (engine.ask(Ask(tokens, 1, extra, sampling={"logprobs": -1}))[0] for _ in range(2))
     assert resumed.cached - fresh.cached >= block
-    runs_end = (block, longest)
-    expected = oracle.next_token_logprobs(lead, [document], query, islands=islands, island_runs=runs_end)
+    given = {"islands": islands, "island_runs": unit_and_longest}
+    expected = oracle.next_token_logprobs(lead, [document], query, **given)
     for answer in (fresh, resumed):
         found = distance([torch.tensor([answer.first[i] for i in range(len(expected))])], [expected])
         assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
@@ -192,9 +178,10 @@ def test_nothing_is_left_behind(engine: Engine) -> None:
     asks = [Ask(tokens, 4, dict(param.values[0])) for param in METHODS]  # type: ignore[arg-type]
     together = engine.ask(*asks)
     engine.reset()
-    for answer, alone in zip(together, engine.ask_one_by_one(*asks), strict=True):
-        assert answer.tokens[0] == alone.tokens[0] and apart(answer, alone) <= 0.3
-    assert engine.call(audit).clean
+    alone = engine.ask_one_by_one(*asks)
+    assert [answer.tokens[0] for answer in together] == [answer.tokens[0] for answer in alone]
+    assert largest_distance(together, alone) <= 0.3
+    engine.check_clean()
 
 
 def resolved(model: str, options: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -275,7 +262,7 @@ def test_records_saw_what_the_file_says(behind_file: Engine, attention_model: Pa
     assert found.margin(noise) <= 1 and computed.margin(noise) > 1.2, f"{found}; ordinary requests: {noise}"
     engine.call(forget_streams)
     assert all(torch.equal(a, b) for a, b in zip(cold, ours(engine, LEARNED), strict=True))
-    assert engine.call(audit).clean
+    engine.check_clean()
 
 
 def test_beside_a_text_of_the_same_tokens(behind_file: Engine) -> None:

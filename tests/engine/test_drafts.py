@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,39 +12,19 @@ import pytest
 from oracle import random_segments
 
 from .conftest import EngineFactory, Saver, lent
-from .engines import (
-    LAST_WORD,
-    SEP,
-    Answer,
-    Ask,
-    Engine,
-    answer_of,
-    begin,
-    metrics,
-    prompt,
-    same,
-    scheduler_of,
-)
+from .engines import LAST_WORD, SEP, Answer, Ask, Engine, answer_of, begin, prompt, same, scheduler_of
 from .tiny_drafters import save_near, save_with_head, save_with_head3
 
 DRAFTS, LOOKUP = 3, (1, 3)
 """Tokens that are drafted at most; shortest and longest n-gram."""
-NGRAMS = {
-    "method": "ngram",
-    "num_speculative_tokens": DRAFTS,
-    "prompt_lookup_min": LOOKUP[0],
-    "prompt_lookup_max": LOOKUP[1],
-}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": DRAFTS}
+NGRAMS |= {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
 MAX_MODEL_LEN = 1024
 # Exact enough that a draft's logits are those of a token that decodes alone; chunks, and few blocks.
 ARGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": MAX_MODEL_LEN,
-    "max_num_batched_tokens": 256,
-    "max_num_seqs": 8,
-    "num_gpu_blocks_override": 10,
-    "enable_prefix_caching": False,
-    "disable_log_stats": False,
+    **{"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "num_gpu_blocks_override": 10},
+    **{"max_num_batched_tokens": 256, "max_num_seqs": 8},
+    **{"enable_prefix_caching": False, "disable_log_stats": False},
 }
 ANSWER, WORDS = 48, 4
 
@@ -71,12 +51,18 @@ class Drafted:
 
 
 @pytest.fixture(scope="module")
-def engines(module_engine: EngineFactory, attention_model: Path) -> dict[str, Engine]:
-    return {
-        "drafting": module_engine(attention_model, speculative_config=NGRAMS, **ARGS),
-        "plain": module_engine(attention_model, **ARGS),
-        "stock": stock_engine(module_engine, attention_model, NGRAMS),
-    }
+def _drafting(module_engine: EngineFactory, attention_model: Path) -> Engine:
+    return module_engine(attention_model, speculative_config=NGRAMS, **ARGS)
+
+
+@pytest.fixture(scope="module")
+def _plain(module_engine: EngineFactory, attention_model: Path) -> Engine:
+    return module_engine(attention_model, **ARGS)
+
+
+@pytest.fixture(scope="module")
+def _stock(module_engine: EngineFactory, attention_model: Path) -> Engine:
+    return stock_engine(module_engine, attention_model, NGRAMS)
 
 
 def stock_engine(start: EngineFactory, model: Path, drafts: dict[str, Any], **args: Any) -> Engine:
@@ -85,21 +71,9 @@ def stock_engine(start: EngineFactory, model: Path, drafts: dict[str, Any], **ar
     return start(model, hypic=False, speculative_config=drafts, env=env, **(ARGS | args))
 
 
-@pytest.fixture
-def drafting(engines: dict[str, Engine]) -> Iterator[Engine]:
-    yield from lent(engines["drafting"])
-
-
-@pytest.fixture
-def plain(engines: dict[str, Engine]) -> Iterator[Engine]:
-    """The same engine without speculative decoding."""
-    yield from lent(engines["plain"])
-
-
-@pytest.fixture
-def stock(engines: dict[str, Engine]) -> Engine:
-    engines["stock"].reset()
-    return engines["stock"]
+drafting = lent("_drafting")
+plain = lent("_plain")
+"""The same engine without speculative decoding."""
 
 
 def asks(seed: int = 0, max_tokens: int = ANSWER) -> list[Ask]:
@@ -117,17 +91,17 @@ def by_full(ask: Ask) -> Ask:
     return replace(ask, extra={"hypic_link": "full"})
 
 
-def counts(llm: Any) -> tuple[int, int, int]:
-    found = metrics(llm)
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    return tuple(int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names)  # type: ignore[return-value]
+def counts(engine: Engine) -> list[int]:
+    """What :class:`Drafted` counts, since the engine began."""
+    found, names = engine.metrics(), ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return [int(found.get(f"vllm:spec_decode_{name}", 0)) for name in names]
 
 
 def watched_together(engine: Engine, *asks: Ask) -> tuple[list[Answer], Drafted]:
     """Answers of requests that run together, and what was drafted of them."""
-    before = engine.call(counts)
+    before = counts(engine)
     answers = engine.ask(*asks)
-    return answers, Drafted(*(b - a for a, b in zip(before, engine.call(counts), strict=True)))
+    return answers, Drafted(*(b - a for a, b in zip(before, counts(engine), strict=True)))
 
 
 def watched(engine: Engine, ask: Ask) -> tuple[Answer, Drafted]:
@@ -158,16 +132,13 @@ def plain_as_full(drafting: Engine, ask: Ask) -> Watched:
     return plain
 
 
-def preemptions(llm: Any) -> float:
-    return metrics(llm)["vllm:num_preemptions"]
-
-
 def check_crowd(drafting: Engine, crowd: Sequence[Ask], expected: Sequence[Answer]) -> Drafted:
     """Requests that run together preempt each other, and have the expected answers; returns their drafts."""
-    before = drafting.call(preemptions)
+    preempted = "vllm:num_preemptions"
+    before = drafting.metrics()[preempted]
     answers, drafted = watched_together(drafting, *crowd)
     assert [a.samples for a in answers] == [a.samples for a in expected]
-    assert drafting.call(preemptions) > before, "there was room for all: nothing is shown"
+    assert drafting.metrics()[preempted] > before, "there was room for all: nothing is shown"
     return drafted
 
 
@@ -196,8 +167,7 @@ def suffixes_of(known: Sequence[int]) -> Proposer:
         told = len(tokens)
         pattern = np.array(tokens[-24:], dtype=np.int32)
         options = {"max_spec_tokens": DRAFTS, "max_spec_factor": 1.0, "min_token_prob": 0.1}
-        found: Sequence[int] = cache.speculate("request", pattern, **options).token_ids
-        return found
+        return cache.speculate("request", pattern, **options).token_ids
 
     return find
 
@@ -239,8 +209,7 @@ def test_drafts_are_looked_up_in_the_whole_prompt(drafting: Engine, plain: Engin
 
 
 def test_requests_side_by_side_are_preempted_and_end_alike(drafting: Engine, plain: Engine) -> None:
-    side_by_side = [*asks(1, 160), *(ask.plain() for ask in asks(2, 160))]
-    check_crowd(drafting, side_by_side, plain.ask_one_by_one(*side_by_side))
+    check_crowd(drafting, crowd(asks), plain.ask_one_by_one(*crowd(asks)))
 
 
 def longest_row(llm: Any) -> None:
@@ -257,13 +226,14 @@ def longest_row(llm: Any) -> None:
 
 
 def test_answers_may_reach_the_models_length(drafting: Engine, plain: Engine) -> None:
-    [ask, *_] = asks()
-    room = MAX_MODEL_LEN - len(ask.plain().tokens)
-    long = replace(ask, max_tokens=room)
     drafting.call(longest_row)
-    [expected], [answer] = plain.ask(long), drafting.ask(long)
-    assert len(answer.tokens) == room
-    assert answer.tokens == expected.tokens
+    check_longest(drafting, plain, asks()[0])
+
+
+def check_longest(drafting: Engine, plain: Engine, ask: Ask) -> None:
+    room = MAX_MODEL_LEN - len(ask.plain().tokens)
+    [expected], [answer] = (one.ask(replace(ask, max_tokens=room)) for one in (plain, drafting))
+    assert len(answer.tokens) == room and answer.tokens == expected.tokens
 
 
 def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> None:
@@ -277,8 +247,9 @@ def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> No
 
 
 def test_samples_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
-    """Two samples by ``top_k=1`` are greedy.  Two drawn at a temperature differ, and are the same warm as
-    cold, and without separators as by link ``full``."""
+    """Two samples by ``top_k=1``, where stock vLLM ends the engine (``patches/cpu_draft_sampling.py``), are
+    greedy.  Two drawn at a temperature differ, and are the same warm as cold, and without separators as by
+    link ``full``."""
     for ask in asks():
         drawn = []
         for asked in (ask, ask.plain(), by_full(ask)):
@@ -306,17 +277,12 @@ def test_segment_requests_have_no_drafts(drafting: Engine) -> None:
 def ask_later(llm: Any, first: Ask, second: Ask) -> list[Answer]:
     """The second request comes when the first decodes."""
     outputs: dict[str, Any] = {}
-
-    def step() -> None:
-        for output in llm.llm_engine.step():
-            outputs[output.request_id] = output
-
     begin(llm, "first", first)
-    while "first" not in outputs:
-        step()
-    begin(llm, "second", second)
     while scheduler_of(llm).get_num_unfinished_requests():
-        step()
+        late = not outputs
+        outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        if late and outputs:
+            begin(llm, "second", second)
     return [answer_of(outputs["first"]), answer_of(outputs["second"])]
 
 
@@ -326,17 +292,17 @@ def test_suffixes_are_those_of_the_whole_prompt(start_engine: EngineFactory, att
     pytest.importorskip("arctic_inference.suffix_decoding")
     # No request's drafts are those of an earlier one's answer.
     drafts = {"method": "suffix", "num_speculative_tokens": DRAFTS, "suffix_decoding_max_cached_requests": 0}
-    with start_engine(attention_model, **ARGS) as plain:
-        answers = plain.ask_one_by_one(*(replace(ask, max_tokens=ANSWER + DRAFTS) for ask in asks()))
+    longer = (replace(ask, max_tokens=ANSWER + DRAFTS) for ask in asks())
+    answers = start_engine(attention_model, **ARGS).ask_and_close(*longer)
     with stock_engine(start_engine, attention_model, drafts) as stock:
         expected = [watched(stock, ask.plain()) for ask in asks()]
     with start_engine(attention_model, speculative_config=drafts, **ARGS) as drafting:
-        for ask, longer, of_stock in zip(asks(), answers, expected, strict=True):
+        for ask, wanted, of_stock in zip(asks(), answers, expected, strict=True):
             assert equal(plain_as_full(drafting, ask), of_stock)
             answer, drafted = cold_as_warm(drafting, ask)
-            assert answer.tokens == longer.tokens[:ANSWER]
+            assert answer.tokens == wanted.tokens[:ANSWER]
             whole = ask.plain().tokens
-            assert drafted == looked_up(whole, longer.tokens, ANSWER, suffixes_of(whole))
+            assert drafted == looked_up(whole, wanted.tokens, ANSWER, suffixes_of(whole))
             assert drafted.accepted > 0
 
 
@@ -348,10 +314,8 @@ def _own(module_engine: EngineFactory, attention_model: Path) -> Engine:
     return module_engine(attention_model, speculative_config=by_model(attention_model), **ARGS)
 
 
-@pytest.fixture
-def own(_own: Engine) -> Iterator[Engine]:
-    """An engine whose model drafts for itself: in float32 it is always right, if it sees what it sees."""
-    yield from lent(_own)
+own = lent("_own")
+"""An engine whose model drafts for itself: in float32 it is always right, if it sees what it sees."""
 
 
 def free(seed: int = 0, max_tokens: int = ANSWER) -> list[Ask]:
@@ -369,9 +333,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(own: Engine, plain: Engi
             assert drafted.accepted == drafted.tokens >= ANSWER * DRAFTS // (DRAFTS + 1) - DRAFTS
 
 
-def crowd() -> list[Ask]:
+def crowd(of: Callable[[int, int], list[Ask]] = free) -> list[Ask]:
     """Composed and ordinary requests, which preempt each other."""
-    return [*free(1, 160), *(ask.plain() for ask in free(2, 160))]
+    return [*of(1, 160), *(ask.plain() for ask in of(2, 160))]
 
 
 def test_drafts_of_a_model_side_by_side(own: Engine, plain: Engine) -> None:
@@ -380,9 +344,7 @@ def test_drafts_of_a_model_side_by_side(own: Engine, plain: Engine) -> None:
 
 
 def test_what_drafts_reaches_the_models_length(own: Engine, plain: Engine) -> None:
-    ask = free()[0]
-    long = replace(ask, max_tokens=MAX_MODEL_LEN - len(ask.plain().tokens))
-    assert own.ask(long)[0].tokens == plain.ask(long)[0].tokens
+    check_longest(own, plain, free()[0])
 
 
 @pytest.mark.slow
@@ -407,11 +369,7 @@ def test_drafts_of_another_model(
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "save"), [("eagle", save_with_head), ("eagle3", save_with_head3)])
 def test_drafts_of_a_head_on_hidden_states(
-    start_engine: EngineFactory,
-    tmp_path: Path,
-    method: str,
-    save: Callable[[Path, Path], None],
-    saved: Saver,
+    start_engine: EngineFactory, tmp_path: Path, method: str, save: Callable[..., None], saved: Saver
 ) -> None:
     """With seams composed requests draft what ordinary ones do, token for token: here composing is exact."""
     model = saved(save, tmp_path / "head")

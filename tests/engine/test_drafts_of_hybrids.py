@@ -7,7 +7,7 @@ draft changes an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 from oracle import random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
 
 from .conftest import EngineFactory, Saver, lent
-from .engines import LAST_WORD, Answer, Ask, Engine, EngineError, all_same, audit, prompt
+from .engines import LAST_WORD, Answer, Ask, Engine, EngineError, all_same, prompt
 from .test_drafts import (
     ANSWER,
     ARGS,
@@ -67,23 +67,20 @@ def model(saved: Saver) -> Path:
     return saved(partial(save_olmo_model, layer_types=LAYERS))
 
 
+IN_FLOAT32 = ARGS | {"num_gpu_blocks_override": 40}
+
+
 @pytest.fixture(scope="module")
-def engines(module_engine: EngineFactory, model: Path) -> dict[str, Engine]:
-    args = ARGS | {"num_gpu_blocks_override": 40}
-    return {
-        "drafting": module_engine(model, speculative_config=NGRAMS, **args),
-        "plain": module_engine(model, **args),
-    }
+def _drafting(module_engine: EngineFactory, model: Path) -> Engine:
+    return module_engine(model, speculative_config=NGRAMS, **IN_FLOAT32)
 
 
-@pytest.fixture
-def drafting(engines: dict[str, Engine]) -> Iterator[Engine]:
-    yield from lent(engines["drafting"])
+@pytest.fixture(scope="module")
+def _plain(module_engine: EngineFactory, model: Path) -> Engine:
+    return module_engine(model, **IN_FLOAT32)
 
 
-@pytest.fixture
-def plain(engines: dict[str, Engine]) -> Iterator[Engine]:
-    yield from lent(engines["plain"])
+drafting, plain = lent("_drafting"), lent("_plain")
 
 
 def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
@@ -97,8 +94,7 @@ def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> No
 
 def test_requests_side_by_side(drafting: Engine, plain: Engine) -> None:
     """Some have drafts, some none, some begin or are computed anew."""
-    side_by_side = [*asks(1, 160), *(ask.plain() for ask in asks(2, 160))]
-    check_crowd(drafting, side_by_side, plain.ask_one_by_one(*side_by_side))
+    check_crowd(drafting, crowd(asks), plain.ask_one_by_one(*crowd(asks)))
 
 
 def go_on_behind_the_first(llm: Any) -> None:
@@ -114,11 +110,14 @@ def go_on_behind_the_first(llm: Any) -> None:
     CPUDeltaNet.drafted = forgetful  # type: ignore[method-assign]
 
 
+ROOM = ARGS | {"num_gpu_blocks_override": 80}
+CACHED = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
+"""All ends of blocks, of answers, too."""
+
+
 def test_states_at_ends_of_blocks(start_engine: EngineFactory, model: Path, plain: Engine) -> None:
     """Second turns go on from states that stood within passes with drafts; and a planted fault is seen."""
-    # All ends of blocks, of answers, too.
-    args = ARGS | {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
-    drafting = start_engine(model, speculative_config=NGRAMS, **args | {"num_gpu_blocks_override": 80})
+    drafting = start_engine(model, speculative_config=NGRAMS, **ROOM | CACHED)
     ask = asks(3, 200)[0]
     expected = plain.ask_one_by_one(ask, ask.plain())
     for asked, wanted in zip((ask, ask.plain()), expected, strict=True):
@@ -132,12 +131,13 @@ def test_states_at_ends_of_blocks(start_engine: EngineFactory, model: Path, plai
     assert drafting.ask(ask)[0].tokens != expected[0].tokens
 
 
-def some_are_right(counted: tuple[int, int, int]) -> None:
-    """Of all that an engine has drafted."""
-    _, tokens, accepted = counted
+def some_are_right(drafting: Engine) -> None:
+    """Of all that the engine has drafted."""
+    _, tokens, accepted = counts(drafting)
     assert 0 < accepted < tokens
 
 
+FEW = [*asks(1)[:2], *(ask.plain() for ask in asks(2)[:2])]
 OTHERS: dict[str, Callable[..., Any]] = {
     "NemotronH": partial(save_mamba2_model, name="NemotronH"),
     "FalconH1": partial(save_mamba2_model, name="FalconH1"),
@@ -150,22 +150,16 @@ OTHERS: dict[str, Callable[..., Any]] = {
 def test_other_linear_layers(name: str, start_engine: EngineFactory, saved: Saver) -> None:
     """Mamba2 and short convolutions, whose rows are stock code's, in float32 and with a prefix cache."""
     folder = saved(OTHERS[name])
-    args = ARGS | {"num_gpu_blocks_override": 80}
-    chosen = [*asks(1)[:2], *(ask.plain() for ask in asks(2)[:2])]
-    with start_engine(folder, **args) as plain:
-        expected = plain.ask_one_by_one(*chosen)
-    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None}
-    drafting = start_engine(folder, speculative_config=NGRAMS, **args | cached)
-    cold = drafting.ask_one_by_one(*chosen)
-    some_are_right(drafting.call(counts))
-    warm = drafting.ask_one_by_one(*chosen[:2])
+    wanted = [a.tokens for a in start_engine(folder, **ROOM).ask_and_close(*FEW)]
+    drafting = start_engine(folder, speculative_config=NGRAMS, **ROOM | CACHED)
+    cold = drafting.ask_one_by_one(*FEW)
+    some_are_right(drafting)
+    warm = drafting.ask_one_by_one(*FEW[:2])
     drafting.reset()
-    together = drafting.ask(*chosen)
-    wanted = [a.tokens for a in expected]
+    together = drafting.ask(*FEW)
     assert [a.tokens for a in cold] == [a.tokens for a in together] == wanted
     assert [a.tokens for a in warm] == wanted[:2]
-    left = drafting.call(audit)
-    assert left.clean, left
+    drafting.check_clean()
 
 
 CLOSE = 0.15
@@ -175,12 +169,11 @@ CLOSE = 0.15
 def alike(answer: Answer, wanted: Answer) -> bool:
     """Whether all tokens are the same; otherwise the first that differs is as good as the other, or this
     fails."""
-    apart = [i for i in range(ANSWER) if answer.tokens[i] != wanted.tokens[i]]
-    if apart:
-        i = apart[0]
-        ours, theirs = (a.logprobs[0][i][a.tokens[i]] for a in (answer, wanted))
+    apart = next((i for i in range(ANSWER) if answer.tokens[i] != wanted.tokens[i]), None)
+    if apart is not None:
+        ours, theirs = (a.logprobs[0][apart][a.tokens[apart]] for a in (answer, wanted))
         assert abs(ours - theirs) < CLOSE
-    return not apart
+    return apart is None
 
 
 def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hypic: Engine) -> None:
@@ -188,24 +181,19 @@ def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hyp
     good as each other."""
     args = {"speculative_config": NGRAMS, "disable_log_stats": False}
     drafting = start_engine(hybrid_model, mended=poison_cache, **args)
-    chosen = [*asks(1)[:2], *(ask.plain() for ask in asks(2)[:2])]
-    expected = hypic.ask_one_by_one(*chosen)
-    cold, warm = drafting.ask_one_by_one(*chosen), drafting.ask_one_by_one(*chosen)
-    side_by_side = drafting.ask(*chosen)
+    expected = hypic.ask_one_by_one(*FEW)
+    cold, warm = drafting.ask_one_by_one(*FEW), drafting.ask_one_by_one(*FEW)
+    side_by_side = drafting.ask(*FEW)
     assert all_same(cold[:2], warm[:2])
     same_tokens = sum(map(alike, [*cold, *side_by_side], [*expected, *expected]))
-    assert 2 * same_tokens > len(chosen)
-    some_are_right(drafting.call(counts))
+    assert 2 * same_tokens > len(FEW)
+    some_are_right(drafting)
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 # Chunks, and all ends of blocks are kept.
-MTP_ARGS: dict[str, Any] = {
-    "max_model_len": MAX_MODEL_LEN,
-    "max_num_batched_tokens": 256,
-    "prefix_cache_retention_interval": None,
-    "disable_log_stats": False,
-}
+MTP_ARGS: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 256}
+MTP_ARGS |= {"prefix_cache_retention_interval": None, "disable_log_stats": False}
 CLOSE_RATES, BLIND = 0.2, 0.3
 """How far shares of drafts that are right may lie apart, and what reading no records costs at least.
 
@@ -258,15 +246,13 @@ def test_drafts_of_the_models_own_head(name: str, start_engine: EngineFactory, s
     answers = drafting.ask(*(ask for of in asked for ask in of))
     for answer, wanted in zip(answers, (w for of in expected for w in of), strict=True):
         alike(answer, wanted)
-    left = drafting.call(audit)
-    assert left.clean, left
+    drafting.check_clean()
     drafting.call(read_no_records)
     drafting.reset()
     blind = [watched(drafting, ask)[1] for ask, *_ in asked]
     assert rate(blind) < rate(ordinary) - BLIND
 
 
-IN_FLOAT32 = ARGS | {"num_gpu_blocks_override": 40}
 # A chunk must hold a block of states, 256 tokens, and vLLM sets aside some of it for a draft model.
 IN_BFLOAT16 = MTP_ARGS | {"max_num_batched_tokens": 512}
 WELL, FAIRLY = 0.7, 0.15
@@ -277,10 +263,7 @@ that reads no records are far below."""
 def bit_identical(drafting: Engine) -> tuple[list[Drafted], list[Drafted]]:
     """What is drafted of composed prompts, and of the same ones without separators: warm as cold, ``full`` as
     these."""
-    return (
-        [cold_as_warm(drafting, ask)[1] for ask in free()],
-        [plain_as_full(drafting, ask)[1] for ask in free()],
-    )
+    return [cold_as_warm(drafting, a)[1] for a in free()], [plain_as_full(drafting, a)[1] for a in free()]
 
 
 @dataclass(frozen=True)
@@ -336,8 +319,7 @@ def test_beside_mamba2(start_engine: EngineFactory, falcon: Falcon) -> None:
                 # Its record is exact, and what a head has read of it, too.
                 assert watched(drafting, ask)[1] == watched(drafting, ask.plain())[1]
             check_crowd(drafting, crowd(), together)
-            left = drafting.call(audit)
-            assert left.clean, left
+            drafting.check_clean()
             drafting.reset()
             drafting.call(read_no_records)
             blind = [watched(drafting, ask)[1] for ask in free()]
@@ -349,14 +331,10 @@ def test_beside_a_gated_delta_net(start_engine: EngineFactory, saved: Saver, tmp
     until two tokens are as good as each other."""
     draft = tmp_path / "draft"
     model = saved(save_qwen, draft)
-    with start_engine(model, **IN_BFLOAT16) as plain:
-        answers = [plain.ask_one_by_one(ask, ask.plain()) for ask in free()]
+    asked = [given for ask in free() for given in (ask, ask.plain())]
+    answers = start_engine(model, **IN_BFLOAT16).ask_and_close(*asked)
     drafting = start_engine(model, speculative_config=by_model(draft), mended=poison_cache, **IN_BFLOAT16)
-    same_tokens = 0
-    for ask, expected in zip(free(), answers, strict=True):
-        given = drafting.ask_one_by_one(ask, ask.plain())
-        same_tokens += sum(map(alike, given, expected))
-    assert same_tokens > len(answers)
+    assert 2 * sum(map(alike, drafting.ask_one_by_one(*asked), answers)) > len(answers)
     drafting.reset()
     composed, ordinary = bit_identical(drafting)
     assert rate(composed) > FAIRLY and rate(ordinary) > FAIRLY, (composed, ordinary)
@@ -372,11 +350,10 @@ def test_a_draft_model_has_blocks_of_its_own(
     vLLM gives it, answers are others."""
     save_another(falcon.draft, tmp_path / "another")
     asked = [given for ask in free() for given in (ask, ask.plain())]
-    with start_engine(falcon.model, **IN_FLOAT32) as plain:
-        expected = plain.ask_one_by_one(*asked)
+    expected = start_engine(falcon.model, **IN_FLOAT32).ask_and_close(*asked)
     drafts = {"speculative_config": by_model(tmp_path / "another")}
-    with start_engine(falcon.model, mended=poison_cache, **drafts, **IN_FLOAT32) as drafting:
-        answers = drafting.ask_one_by_one(*asked)
+    drafting = start_engine(falcon.model, mended=poison_cache, **drafts, **IN_FLOAT32)
+    answers = drafting.ask_and_close(*asked)
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     narrow = IN_FLOAT32 | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
     why = r"\(128 tokens\) and the slots that vLLM reserves .*expected 129 or more"

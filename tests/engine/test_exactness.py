@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from oracle import random_segments
 
 from .conftest import EXAMPLES, EngineFactory
-from .engines import Ask, Engine, EngineError, all_same, prompt, same, worker_of
+from .engines import SEP, Ask, Engine, EngineError, all_same, prompt, same, worker_of
 
 MAX_TOKENS = 12
 
@@ -31,21 +31,14 @@ def asks(seed: int) -> list[Ask]:
     ]
 
 
-@pytest.fixture(scope="module", params=[4096, 128], ids=["whole", "chunks-of-128"])
-def chunked(
-    request: pytest.FixtureRequest, module_engine: EngineFactory, hybrid_model: Path
-) -> Iterator[Engine]:
-    args = {"max_num_batched_tokens": request.param, "enable_prefix_caching": False}
-    with module_engine(hybrid_model, **args) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_cold_and_warm_are_bit_identical(chunked: Engine, seed: int) -> None:
-    chunked.reset()
-    for ask in asks(seed):
-        cold, warm = chunked.ask_one_by_one(ask, ask)
-        assert same(cold, warm) and warm.cached > cold.cached
+@pytest.mark.parametrize("chunk", [4096, 128], ids=["whole", "chunks-of-128"])
+def test_cold_and_warm_are_bit_identical(start_engine: EngineFactory, hybrid_model: Path, chunk: int) -> None:
+    with start_engine(hybrid_model, max_num_batched_tokens=chunk, enable_prefix_caching=False) as engine:
+        for seed in (0, 1):
+            engine.reset()
+            for ask in asks(seed):
+                cold, warm = engine.ask_one_by_one(ask, ask)
+                assert same(cold, warm) and warm.cached > cold.cached
 
 
 def test_leading_segment_gives_stock_tokens(module_engine: EngineFactory, demo_model: Path) -> None:
@@ -57,10 +50,8 @@ def test_leading_segment_gives_stock_tokens(module_engine: EngineFactory, demo_m
     stop = {"ignore_eos": False}  # what follows an answer was never trained
     plain = [Ask((*c, *q), MAX_TOKENS, sampling=stop) for c, q in questions]
     composed = [Ask((*c, DEMO_SEP, *q), MAX_TOKENS, sampling=stop) for c, q in questions]
-    with module_engine(demo_model, hypic=False) as engine:
-        expected = engine.ask_one_by_one(*plain)
-    with module_engine(demo_model, options={"token_texts": {"sep": "<sep>"}}) as engine:
-        found = engine.ask_one_by_one(*composed)
+    expected = module_engine(demo_model, hypic=False).ask_and_close(*plain)
+    found = module_engine(demo_model, options={"token_texts": {"sep": "<sep>"}}).ask_and_close(*composed)
     assert [a.tokens for a in found] == [a.tokens for a in expected]
 
 
@@ -90,10 +81,13 @@ def test_plain_requests_are_stock_bit_for_bit(hypic: Engine, stock: Engine) -> N
 HEAD, FIRST, SECOND, THIRD, LAST = random_segments([50, 140, 310, 77, 19], vocab=480, seed=41)
 
 
-def ranged(*segments: tuple[int, ...], **extra: object) -> Ask:
-    tokens = tuple(chain(HEAD, *segments, LAST))
-    starts = accumulate(map(len, segments), initial=len(HEAD))
-    return Ask(tokens, extra={"hypic_segment_ranges": list(chain.from_iterable(pairwise(starts))), **extra})
+def ranged(
+    *segments: list[int], lead: Sequence[int] = HEAD, query: Sequence[int] = LAST, **extra: object
+) -> Ask:
+    """A prompt whose segments are named by their places."""
+    starts = accumulate(map(len, segments), initial=len(lead))
+    named = {"hypic_segment_ranges": [*chain.from_iterable(pairwise(starts))]}
+    return Ask((*lead, *chain(*segments), *query), extra=named | extra)
 
 
 def test_they_have_the_records_and_bits_of_separators(hypic: Engine) -> None:
@@ -107,8 +101,8 @@ def test_they_have_the_records_and_bits_of_separators(hypic: Engine) -> None:
 
 
 def test_full_is_the_ordinary_request(hypic: Engine) -> None:
-    opted_out, plain = (ranged(FIRST, SECOND, hypic_link="full"), ranged(FIRST, SECOND).plain())
-    first, second = hypic.ask_one_by_one(plain, opted_out)
+    plain = ranged(FIRST, SECOND).plain()
+    first, second = hypic.ask_one_by_one(plain, ranged(FIRST, SECOND, hypic_link="full"))
     assert same(first, second) and second.cached > 0, "it is in vLLM's own prefix cache"
 
 
@@ -120,10 +114,7 @@ def test_full_is_the_ordinary_request(hypic: Engine) -> None:
             ranged(FIRST, hypic_segment_mode="yes"),
             "hypic_segment_mode='yes': expected one of off, structure, text, cdc",
         ),
-        (
-            Ask(prompt(FIRST, query=LAST), extra={"hypic_segment_ranges": [0, 40]}),
-            "separators or other primitives",
-        ),
+        (ranged([*FIRST, SEP], hypic_segment_ranges=[0, 40]), "separators or other primitives"),
     ],
 )
 def test_what_makes_no_sense_is_refused(hypic: Engine, ask: Ask, reason: str) -> None:

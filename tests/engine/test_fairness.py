@@ -9,7 +9,7 @@ import pytest
 from oracle.models import random_segments
 
 from .conftest import EngineFactory, tight_args, tight_options
-from .engines import Answer, Ask, Engine, answer_of, begin, drain, pool_unit_bytes, prompt, scheduler_of
+from .engines import Answer, Ask, Engine, answer_of, begin, drain, prompt, scheduler_of
 
 DOCUMENTS = random_segments([200, 300, 250, 280, 220, 240, 310, 290, 260, 230], seed=41)
 (QUERY,) = random_segments([40], seed=42)
@@ -18,10 +18,9 @@ GENERATED = 60
 
 
 @pytest.fixture(scope="module")
-def _engine(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+def _engine(module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int]) -> Engine:
     """Room for three records: one of a request, two of a tenant."""
-    options = tight_options(_hypic.call(pool_unit_bytes))
-    options |= {"max_tenant_fraction": 0.67, "max_request_fraction": 0.34}
+    options = tight_options(units) | {"max_tenant_fraction": 0.67, "max_request_fraction": 0.34}
     args = tight_args() | {"num_gpu_blocks_override": 40}
     return module_engine(hybrid_model, options=options, scheduling_policy="priority", **args)
 
@@ -31,15 +30,15 @@ def ask(document: int, *, salt: str | None = None, max_tokens: int = GENERATED) 
 
 
 class Course:
-    """What happens to some requests, step by step."""
+    """What happens to some requests, step by step: after how many steps each came, had room in the pool, and
+    had ended."""
 
     def __init__(self, llm: Any) -> None:
-        self.llm, self.scheduler = llm, scheduler_of(llm)
-        self.steps = 0
+        self.llm, self.scheduler, self.steps = llm, scheduler_of(llm), 0
         self.came: dict[str, int] = {}
         self.room: dict[str, int] = {}
-        """Steps after which requests had room in the pool; ``over``: after which they had ended."""
         self.over: dict[str, int] = {}
+        self.answers: dict[str, Answer] = {}
 
     def add(self, name: str, asked: Ask, priority: int = 0) -> None:
         begin(self.llm, name, asked, priority=priority)
@@ -51,19 +50,18 @@ class Course:
 
     def step(self) -> None:
         self.steps += 1
-        ended = [output.request_id for output in self.llm.llm_engine.step() if output.finished]
-        self.over.update(dict.fromkeys(ended, self.steps))
+        ended = {one.request_id: answer_of(one) for one in self.llm.llm_engine.step() if one.finished}
+        self.answers |= ended
+        self.over |= dict.fromkeys(ended, self.steps)
         for request_id, composed in self.scheduler.hypic.admission.requests.items():
             name = next(n for n in self.came if request_id.startswith(n))
             if composed.acquired:
                 self.room.setdefault(name, self.steps)
 
     def until_over(self, *names: str) -> None:
-        for _ in range(2000):
-            if all(name in self.over for name in names):
-                return
+        while left := {*names} - {*self.over}:
+            assert self.steps < 2000, f"{sorted(left)} have not ended"
             self.step()
-        raise AssertionError(f"{sorted({*names} - {*self.over})} have not ended")
 
 
 def overtake(llm: Any) -> list[str]:
@@ -128,29 +126,18 @@ def test_who_holds_room_hurries_when_an_urgent_request_waits_for_it(engine: Engi
 def preempt(llm: Any, asked: Ask) -> tuple[Answer, int]:
     """A composed request decodes, and is preempted when urgent ones want its blocks: its answer, and how many
     of the tokens were there before."""
-    course, answers = Course(llm), []
-    step = llm.llm_engine.step
-
-    def watched() -> list[Any]:
-        outputs = step()
-        answers.extend(answer_of(o) for o in outputs if o.finished and o.request_id.startswith("patient"))
-        return outputs
-
-    llm.llm_engine.step = watched
-    try:
-        course.add("patient", asked, 9)
-        while (patient := course.find("patient")).num_output_tokens < 3:
-            course.step()
-        for i in range(24):  # each outgrows its first block of 256 tokens
-            course.add(f"urgent {i}", Ask(tuple(LONG[i % 4][:240]), 60), 0)
-        while not patient.num_preemptions:
-            assert "patient" not in course.over, "it was not preempted"
-            course.step()
-        before = patient.num_output_tokens
-        course.until_over(*course.came)
-    finally:
-        llm.llm_engine.step = step
-    return answers[0], before
+    course = Course(llm)
+    course.add("patient", asked, 9)
+    while (patient := course.find("patient")).num_output_tokens < 3:
+        course.step()
+    for i in range(24):  # each outgrows its first block of 256 tokens
+        course.add(f"urgent {i}", Ask(tuple(LONG[i % 4][:240]), 60), 0)
+    while not patient.num_preemptions:
+        assert "patient" not in course.over, "it was not preempted"
+        course.step()
+    before = patient.num_output_tokens
+    course.until_over(*course.came)
+    return course.answers["patient"], before
 
 
 def test_a_preempted_request_goes_on_as_if_it_had_not_been(engine: Engine) -> None:

@@ -27,40 +27,36 @@ def _long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_wait, "_LONGEST_WOKEN_S", LONG_S)
 
 
-def watched(inbox: Queue[int]) -> tuple[IdleWait, list[Callable[[], None]]]:
-    wakes: list[Callable[[], None]] = []
+def watched() -> tuple[Queue[int], IdleWait, list[Callable[[], None]]]:
+    inbox, wakes = Queue[int](), list[Callable[[], None]]()
 
     def watch(wake: Callable[[], None]) -> bool:
         wakes.append(wake)
         return True
 
-    return IdleWait(inbox, watch), wakes
+    return inbox, IdleWait(inbox, watch), wakes
 
 
-def pause_s(
-    of: IdleWait, *, until_woken: bool = True, meanwhile: Callable[[], object] = lambda: None
-) -> float:
+def pause_s(of: IdleWait, meanwhile: Callable[[], object] = lambda: None) -> float:
     timer = threading.Timer(0.05, meanwhile)
     timer.start()
     began = time.monotonic()
-    of.wait(until_woken=until_woken)
+    of.wait(until_woken=True)
     seconds = time.monotonic() - began
     timer.join()
     return seconds
 
 
 def test_an_arriving_request_ends_a_pause_and_stays_in_the_inbox() -> None:
-    inbox: Queue[int] = Queue()
-    of, _ = watched(inbox)
-    assert pause_s(of, meanwhile=lambda: inbox.put(7)) < LONG_S / 2
+    inbox, of, _ = watched()
+    assert pause_s(of, lambda: inbox.put(7)) < LONG_S / 2
     assert pause_s(of) < LONG_S / 2, "it is still there: no pause"
     assert inbox.get_nowait() == 7
 
 
 def test_an_arriving_record_ends_a_pause_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox: Queue[int] = Queue()
-    of, wakes = watched(inbox)
-    assert pause_s(of, meanwhile=lambda: wakes[0]()) < LONG_S / 2
+    inbox, of, wakes = watched()
+    assert pause_s(of, lambda: wakes[0]()) < LONG_S / 2
     assert inbox.empty() and len(wakes) == 1
     wakes[0]()
     assert pause_s(of) < LONG_S / 2, "it came before the pause: there is none"
@@ -69,9 +65,7 @@ def test_an_arriving_record_ends_a_pause_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_waking_disturbs_nobody_who_waits_for_the_inbox() -> None:
-    inbox: Queue[int] = Queue()
-    of, _ = watched(inbox)
-    got: list[int] = []
+    (inbox, of, _), got = watched(), list[int]()
     reader = threading.Thread(target=lambda: got.append(inbox.get()))
     reader.start()
     time.sleep(0.05)

@@ -8,6 +8,7 @@ yardstick, and stock vLLM is theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from oracle import random_segments
 from oracle.vision import VisionOracle
 from PIL import Image
 
-from .conftest import EngineFactory, Saver
-from .engines import Answer, Ask, Engine, EngineError, audit, prompt
+from .conftest import EngineFactory, Saver, checked
+from .engines import Answer, Ask, Engine, EngineError, entry_of, prompt
 from .test_vision_text import DELTA_NET
 from .tiny_vision import END_ID, IMAGE_ID, START_ID, VIDEO_ID, save_vision
 
@@ -109,10 +110,7 @@ MODELS = [
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, saved: Saver) -> Iterator[Engine]:
     """Of the first model."""
-    started = module_engine(saved(MODELS[0].save), **MODELS[0].args)
-    yield started
-    left = started.call(audit)
-    assert left.clean, left
+    yield from checked(module_engine(saved(MODELS[0].save), **MODELS[0].args))
 
 
 def farthest(one: Answer, other: Answer, steps: int) -> float:
@@ -124,9 +122,7 @@ def farthest(one: Answer, other: Answer, steps: int) -> float:
 
 def prompt_tokens(llm: Any, given: Ask) -> int:
     """Of the logical prompt, with those that stand for images."""
-    [output] = llm.generate(
-        [{"prompt_token_ids": list(given.plain().tokens), "multi_modal_data": given.media}]
-    )
+    [output] = llm.generate([entry_of(given.plain())])
     return len(output.prompt_token_ids)
 
 
@@ -136,24 +132,20 @@ def test_a_position_too_many_is_seen(engine: Engine) -> None:
     given = ASKS["segment"]
     [plain] = engine.ask(given.plain())
     engine.reset()
-    engine.call(count_tokens)
+    engine.call(count, "tokens")
     [wrong] = engine.ask(given)
-    engine.call(count_positions)
+    engine.call(count, "positions")
     engine.reset()
     assert farthest(wrong, plain, 1) > 1000 * MODELS[0].bound
 
 
-def count_tokens(llm: Any) -> None:
-    from vllm_hypic.connector.scheduler import worker_view
+def count(llm: Any, what: str) -> None:
+    from vllm_hypic.connector.scheduler import worker_view as view
 
-    worker_view.hypic_right = worker_view.rotary
-    worker_view.rotary = lambda positions, media: list(positions)
-
-
-def count_positions(llm: Any) -> None:
-    from vllm_hypic.connector.scheduler import worker_view
-
-    worker_view.rotary = worker_view.hypic_right
+    if what == "tokens":
+        view.hypic_right, view.rotary = view.rotary, lambda positions, media: list(positions)
+    else:
+        view.rotary = view.hypic_right
 
 
 def test_named_segments(engine: Engine) -> None:
@@ -175,21 +167,20 @@ def test_two_layers_agree_with_the_oracle(start_engine: EngineFactory, saved: Sa
     """What a record's second layer has seen is what it should have: the segment and its image, alone."""
     path = saved(save_vision, "Qwen2VL", QWEN2 | {"num_hidden_layers": 2})
     oracle = VisionOracle(path)
-    lead, query = [*LEAD, *PICTURE], [*PICTURE, *QUERY]
-    shown = [WIDE, TALL, WIDE]
+    lead, query, shown = [*LEAD, *PICTURE], [*PICTURE, *QUERY], [WIDE, TALL, WIDE]
     with start_engine(path, dtype="float32", max_logprobs=-1) as engine:
-        for turned in (False, True):
-            segments = [SECOND, DOCUMENT] if turned else [DOCUMENT, SECOND]
+        for segments in ([DOCUMENT, SECOND], [SECOND, DOCUMENT]):
             given = ask(*segments, lead=lead, query=query, image=shown)
             for one, whole in ((given, False), (given.plain(), True)):
                 [answer] = engine.ask(one)
                 expected = oracle.next_token_logprobs(lead, segments, query, shown, whole=whole)
                 found = max(abs(answer.first[t] - float(p)) for t, p in enumerate(expected))
-                assert found <= ORACLE_BOUND, f"{turned} {whole}: {found:.1e}"
+                assert found <= ORACLE_BOUND, f"{segments[0] is SECOND} {whole}: {found:.1e}"
             link = oracle.next_token_logprobs(lead, segments, query, shown) - expected
             assert float(link.abs().max()) > 10 * ORACLE_BOUND, "the link's own difference goes unseen"
 
 
+BY_MODEL = "image inputs are not supported by this model:"
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({}, None),
     (
@@ -208,13 +199,9 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ),
     (
         {"layer_types": ["full_attention", "sliding_attention"]},
-        "image inputs are not supported by this model: its windows count tokens, "
-        "but its three-dimensional positions (M-RoPE) do not",
+        f"{BY_MODEL} its windows count tokens, but its three-dimensional positions (M-RoPE) do not",
     ),
-    (
-        {"is_mm_prefix_lm": True},
-        "image inputs are not supported by this model: its images attend to later tokens",
-    ),
+    ({"is_mm_prefix_lm": True}, f"{BY_MODEL} its images attend to later tokens"),
 ]
 """What another request or engine would be, and what its front end would say."""
 
@@ -233,15 +220,12 @@ def refusal(llm: Any, changed: dict[str, Any]) -> str | None:
     model, changed = config.model_config, dict(changed)
     media = MultiModalFeatureSpec(None, changed.pop("modality", "image"), "x", PlaceholderRange(0, 4))
     parts = (model.multimodal_config, model, model.hf_text_config)
-    where = {name: next(part for part in parts if hasattr(part, name)) for name in changed}
-    before = {name: getattr(part, name) for name, part in where.items()}
-    try:
-        for name, part in where.items():
-            object.__setattr__(part, name, changed[name])
+    with ExitStack() as changes:
+        for name, value in changed.items():
+            part = next(part for part in parts if hasattr(part, name))
+            changes.callback(object.__setattr__, part, name, getattr(part, name))
+            object.__setattr__(part, name, value)
         return refused_media([media], config)
-    finally:
-        for name, part in where.items():
-            object.__setattr__(part, name, before[name])
 
 
 TEMPLATE = (
@@ -267,6 +251,7 @@ def chat(llm: Any, texts: list[str], image: Image.Image) -> list[tuple[tuple[int
     sep = llm.get_tokenizer().prompt_texts.sep
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
     found = []
+    form = {"chat_template": TEMPLATE, "chat_template_content_format": "openai"}
     for mark in (" ", sep, sep):
         lead, first, second, query = texts
         content = [
@@ -274,13 +259,7 @@ def chat(llm: Any, texts: list[str], image: Image.Image) -> list[tuple[tuple[int
             {"type": "image_pil", "image_pil": image},
             {"type": "text", "text": f"{mark}{second}{mark}{query}"},
         ]
-        [output] = llm.chat(
-            [{"role": "user", "content": content}],
-            params,
-            chat_template=TEMPLATE,
-            chat_template_content_format="openai",
-            use_tqdm=False,
-        )
+        [output] = llm.chat([{"role": "user", "content": content}], params, **form, use_tqdm=False)
         sample = output.outputs[0]
         logprobs = [at[t].logprob for t, at in zip(sample.token_ids, sample.logprobs, strict=True)]
         found.append((tuple(sample.token_ids), logprobs, output.num_cached_tokens or 0))

@@ -10,19 +10,14 @@ from typing import Any
 from oracle.models import random_segments
 
 from .conftest import EngineFactory
-from .engines import Ask, all_same, drain, generate_one_by_one, prompt, reset_caches, scheduler_of
+from .engines import Ask, all_same, drain, prompt, scheduler_of
+from .test_exactness import ranged
 
 PLAIN, OTHER, LAST, QUERY = random_segments([1500, 1300, 1200, 1600], vocab=480, seed=97)
 ONE, TWO = random_segments([900, 180], vocab=480, seed=98)
-EVENTS = {
-    "kv_events_config": {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": "inproc://events",
-        "replay_endpoint": "inproc://replay",
-    },
-    "max_num_batched_tokens": 640,
-}
+EVENTS: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq"}
+EVENTS |= {"endpoint": "inproc://events", "replay_endpoint": "inproc://replay"}
+EVENTS = {"kv_events_config": EVENTS, "max_num_batched_tokens": 640}
 
 
 def batches(llm: Any, last: list[int]) -> list[bytes]:
@@ -62,11 +57,6 @@ def published(llm: Any, last: list[int]) -> tuple[list[dict[str, Any]], list[str
     return decoded(payloads), [name for name, text in secrets.items() if text.encode() in b"".join(payloads)]
 
 
-def ranged(query: list[int]) -> Ask:
-    ends = [len(ONE), len(ONE) + len(TWO)]
-    return Ask((*ONE, *TWO, *query), extra={"hypic_segment_ranges": [0, ends[0], *ends]})
-
-
 PLAIN_ASKS = [Ask(tuple(t), salt=salt) for t, salt in ((PLAIN, None), (OTHER, "mine"), (PLAIN, None))]
 PLAIN_ASKS.append(Ask(tuple(LAST)))
 COMPOSED = Ask(prompt(ONE, TWO, query=QUERY), salt="mine")
@@ -76,7 +66,7 @@ PRIVATE_ASKS = [
     Ask(COMPOSED.tokens, extra={"kv_cache_report_mode": "full"}, salt="mine"),
     Ask(COMPOSED.tokens, sampling={"prompt_logprobs": 1}, salt="mine"),
     Ask(prompt(TWO, ONE, query=())),  # a warm-up prompt
-    ranged(QUERY),
+    ranged(ONE, TWO, lead=(), query=QUERY),
 ]
 
 
@@ -85,27 +75,21 @@ def test_only_blocks_of_plain_requests_are_published(model: Path, start_engine: 
     ours, stock = (start_engine(model, hypic=hypic, **args) for hypic in (True, False))
     plain, private, last = PLAIN_ASKS, PRIVATE_ASKS, list(PLAIN_ASKS[-1].tokens)
     asks = list(chain.from_iterable(zip(plain[:-1], private[::2], private[1::2], strict=True)))
-    answers = ours.call(generate_one_by_one, [*asks, plain[-1]])
-    assert all_same(answers[::3], stock.call(generate_one_by_one, plain))
+    assert all_same(ours.ask_one_by_one(*asks, plain[-1])[::3], stock.ask_one_by_one(*plain))
     (events, leaked), (wanted, _) = (engine.call(published, last) for engine in (ours, stock))
     assert not leaked, f"published: {leaked}"
-    streams = [e for e in events if e["type"] == "BlockStored" and e not in wanted]
-    assert not streams, f"{len(streams)} events are of private requests"
     assert events == wanted, "events of plain requests are those of a stock engine"
     assert {e["type"] for e in events} == {"BlockStored"} and events
     # Blocks are removed as others need them, those of streams without a word.
     tight = [Ask(tuple(tokens)) for tokens in random_segments([1500] * 16, vocab=480, seed=99)]
-    asks = [*tight[:8], COMPOSED, *tight[8:], Ask(tuple(LAST[::-1]))]
-    ours.call(generate_one_by_one, asks)
+    ours.ask_one_by_one(*tight[:8], COMPOSED, *tight[8:], Ask(tuple(LAST[::-1])))
     events, leaked = ours.call(published, LAST[::-1])
     stored: set[Any] = set()
     for event in events:
-        if event["type"] == "BlockStored":
-            stored |= {(event["group_idx"], h) for h in event["block_hashes"]}
-        elif event["type"] == "BlockRemoved":
-            gone = {(event["group_idx"], h) for h in event["block_hashes"]}
-            assert gone <= stored, "an event removes a block that no event has stored"
+        named = {(event["group_idx"], h) for h in event["block_hashes"]}
+        stored |= named if event["type"] == "BlockStored" else set()
+        assert named <= stored, "an event removes a block that no event has stored"
     assert not leaked and any(e["type"] == "BlockRemoved" for e in events)
-    assert ours.call(reset_caches)
-    ours.call(generate_one_by_one, [Ask(tuple(TWO * 3)), Ask(tuple(LAST[1:]))])
+    ours.reset()
+    ours.ask_one_by_one(Ask(tuple(TWO * 3)), Ask(tuple(LAST[1:])))
     assert ours.call(published, LAST[1:])[0][-1]["token_ids"], "after a reset events go on"

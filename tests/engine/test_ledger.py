@@ -15,6 +15,7 @@ from oracle.models import random_segments
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, drain, outputs_of, prompt
+from .test_exactness import ranged
 from .test_other_connectors import saving_args
 from .test_store import MEMORY, drop_memory, empty_pool, on_disk, stored
 
@@ -54,15 +55,6 @@ def records(*documents: list[int]) -> int:
     return sum(len(document) - SEAMS for document in documents)
 
 
-def named(*documents: list[int], query: list[int]) -> Ask:
-    """The documents as ranges of the prompt's tokens."""
-    places, tokens = [], []
-    for document in documents:
-        places += [len(tokens), len(tokens) + len(document)]
-        tokens += document
-    return Ask((*tokens, *query), extra={"hypic_segment_ranges": places})
-
-
 def usage(llm: Any, row: Row) -> Counter[str]:
     """What the server says of a row's answers, in all."""
     found: Counter[str] = Counter()
@@ -89,12 +81,8 @@ def counters(llm: Any) -> Counter[str]:
 def log_line(llm: Any) -> str:
     """What vLLM's log says now."""
     lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("vllm.v1.metrics.loggers"), Keep()
+    logger, handler = logging.getLogger("vllm.v1.metrics.loggers"), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
         llm.llm_engine.do_log_stats()
@@ -113,8 +101,7 @@ def ledger(llm: Any, row: Row) -> tuple[Counter[str], dict[str, int], Counter[st
     if row.first is not None:
         row.first(llm)
     drain(llm)
-    before = counters(llm)
-    found = usage(llm, row)
+    before, found = counters(llm), usage(llm, row)
     drain(llm)
     after = counters(llm)
     return found, dict(after - before), after, log_line(llm)
@@ -156,10 +143,15 @@ def sent(*asks: Ask) -> int:
     return sum(len(ask.tokens) for ask in asks)
 
 
+def unlooked(ask: Ask) -> dict[str, int]:
+    """Records are asked for all tokens, vLLM's own prefix cache for none."""
+    return {"asked": sent(ask), "unlooked": sent(ask)}
+
+
 SOURCES = ("device", "host", "disk", "p2p", "external_unspecified")
 ASK = Ask(tuple(PLAIN))
 FIRST, AGAIN = composed(ONE, TWO), composed(TWO, ONE, THREE, query=SHORT)
-NAMED, WARM_UP = named(ONE, TWO, query=SHORT), composed(ONE, FOUR, query=[])
+NAMED, WARM_UP = ranged(ONE, TWO, lead=(), query=SHORT), composed(ONE, FOUR, query=[])
 FULL = composed(ONE, TWO, extra={"hypic_link": "full"})
 LOGPROBS = composed(TWO, query=SHORT, sampling={"prompt_logprobs": 1})
 MANY = (composed(FIVE, query=SHORT), composed(FIVE, ONE, query=SHORT), Ask(tuple(QUERY)))
@@ -175,16 +167,8 @@ PLAIN_AND_COMPOSED = {
     "partly warm": Row((AGAIN,), {"device": BOTH}, asked=sent(AGAIN), created=records(THREE)),
     "named by their places": Row((NAMED,), {"device": BOTH}, asked=sent(NAMED)),
     "computed in full": Row((FULL,)),
-    "with prompt logprobs": Row(
-        (LOGPROBS,), {"device": records(TWO)}, asked=sent(LOGPROBS), unlooked=sent(LOGPROBS)
-    ),
-    "warm-up": Row(
-        (WARM_UP,),
-        {"device": records(ONE)},
-        asked=sent(WARM_UP),
-        unlooked=sent(WARM_UP),
-        created=records(FOUR),
-    ),
+    "with prompt logprobs": Row((LOGPROBS,), {"device": records(TWO)}, **unlooked(LOGPROBS)),
+    "warm-up": Row((WARM_UP,), {"device": records(ONE)}, **unlooked(WARM_UP), created=records(FOUR)),
     "several at once": Row(MANY, {"device": records(FIVE, ONE)}, asked=sent(*MANY[:2]), at_once=True),
 }
 TIERS = {
@@ -207,22 +191,19 @@ PREFIXES = {
     "from a checkpoint": Row((BEGINS_SO,), {"device": 288}, asked=sent(BEGINS_SO)),
 }
 BESIDE = {
-    "saved": Row((ASK,), asked=sent(ASK), unlooked=sent(ASK)),
-    "loaded": Row((ASK,), {"external_unspecified": 896}, asked=sent(ASK), unlooked=sent(ASK), elsewhere=896),
-    "cold": Row((FIRST,), asked=sent(FIRST), unlooked=sent(FIRST)),
-    "warm": Row((FIRST,), {"device": BOTH}, asked=sent(FIRST), unlooked=sent(FIRST)),
-    "computed in full": Row((FULL,), asked=sent(FULL), unlooked=sent(FULL)),
+    "saved": Row((ASK,), **unlooked(ASK)),
+    "loaded": Row((ASK,), {"external_unspecified": 896}, **unlooked(ASK), elsewhere=896),
+    "cold": Row((FIRST,), **unlooked(FIRST)),
+    "warm": Row((FIRST,), {"device": BOTH}, **unlooked(FIRST)),
+    "computed in full": Row((FULL,), **unlooked(FULL)),
 }
+SPARSE = {"prefix": "sparse", "page_tokens": PAGE, "checkpoint_tokens": PAGE}
 
 
 CASES: dict[str, tuple[str, dict[str, Row], Callable[[Path], dict[str, Any]]]] = {
     "attention": ("attention_model", PLAIN_AND_COMPOSED, lambda path: {}),
     "tiers": ("hybrid_model", TIERS, lambda path: {"options": stored(MEMORY, on_disk(path))}),
-    "prefixes": (
-        "hybrid_model",
-        PREFIXES,
-        lambda path: {"options": {"prefix": "sparse", "page_tokens": PAGE, "checkpoint_tokens": PAGE}},
-    ),
+    "prefixes": ("hybrid_model", PREFIXES, lambda path: {"options": SPARSE}),
     "beside": ("attention_model", BESIDE, saving_args),
 }
 

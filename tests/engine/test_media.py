@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from . import test_audio, test_images
-from .conftest import EngineFactory, Saver
-from .engines import Engine, all_same, audit, same
+from .conftest import EngineFactory, Saver, checked
+from .engines import Engine, all_same, same
 from .test_images import LEAD, QUERY, SECOND, Model, farthest, prompt_tokens
 
 MODELS = [*test_images.MODELS, *test_audio.MODELS]
@@ -34,10 +34,7 @@ def path(model: Model, saved: Saver) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, path: Path, model: Model) -> Iterator[Engine]:
-    with module_engine(path, **model.args) as started:
-        yield started
-        left = started.call(audit)
-        assert left.clean, left
+    yield from checked(module_engine(path, **model.args))
 
 
 @pytest.mark.fast(*FAST)
@@ -45,8 +42,7 @@ def test_composed_is_full_recompute(engine: Engine, model: Model) -> None:
     for name, given in model.asks.items():
         [plain] = engine.ask(given.plain())
         for extra in LINKS:
-            [composed] = engine.ask(replace(given, extra=extra))
-            found = farthest(composed, plain, model.steps)
+            found = farthest(engine.ask(replace(given, extra=extra))[0], plain, model.steps)
             assert found <= model.bound, f"{name} {extra}: {found:.1e}"
 
 
@@ -65,8 +61,8 @@ def test_documents_serve_any_order(engine: Engine, model: Model) -> None:
             engine.reset()
             first, second = engine.ask_one_by_one(model.asks[one], model.asks[other])
             assert first.cached == 0
-            tokens = engine.call(prompt_tokens, model.asks[other])
-            assert second.cached == tokens - len(QUERY) - 2 * 16  # all but the seam windows
+            documents = engine.call(prompt_tokens, model.asks[other]) - len(QUERY)
+            assert second.cached == documents - 2 * 16  # all but the seam windows
 
 
 @pytest.mark.parametrize("model", [m for m in MODELS if m.name != "qwen3.5-linear"], ids=str, indirect=True)
@@ -95,6 +91,5 @@ def test_plain_and_full_are_stock(
     """Bit for bit, and a second time, from the encoder's cache."""
     plain = [given.plain() for given in model.asks.values()]
     full = [replace(given, extra={"hypic_link": "full"}) for given in model.asks.values()]
-    with start_engine(path, hypic=False, **model.args) as stock:
-        theirs = stock.ask_one_by_one(*plain)
+    theirs = start_engine(path, hypic=False, **model.args).ask_and_close(*plain)
     assert all_same(theirs, engine.ask_one_by_one(*plain), engine.ask_one_by_one(*full))

@@ -3,7 +3,6 @@ NIXL connector moves blocks from one engine, which prefills, to another, which d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from oracle.models import random_segments
 
 from vllm_hypic.harness.processes import free_port
 
-from .conftest import EngineFactory
+from .conftest import EngineFactory, lent
 from .engines import (
     Answer,
     Ask,
@@ -23,7 +22,6 @@ from .engines import (
     begin,
     distance,
     drain,
-    metrics,
     prompt,
     run_to_end,
     same,
@@ -57,11 +55,11 @@ def _engine(module_engine: EngineFactory, attention_model: Path, folder: Path) -
     return module_engine(attention_model, **saving_args(folder))
 
 
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    _engine.reset()
-    yield _engine
-    assert not _engine.call(left), "the test left something behind"
+def nothing_is_left(engine: Engine) -> None:
+    assert not engine.call(left), "the test left something behind"
+
+
+engine = lent("_engine", end=nothing_is_left)
 
 
 def left(llm: Any) -> list[str]:
@@ -135,23 +133,21 @@ def transferring(llm: Any, ask: Ask, transfer: dict[str, Any] | None) -> tuple[A
 
 def split(prefill: Engine, decode: Engine, ask: Ask) -> tuple[Answer, dict[str, Any] | None]:
     """The decoding engine's answer, and what it was told of the other's blocks."""
-    first = replace(ask, max_tokens=1)
     asked = {"do_remote_decode": True, "do_remote_prefill": False}
-    _, blocks = prefill.call(transferring, first, asked, timeout=60)
+    _, blocks = prefill.call(transferring, replace(ask, max_tokens=1), asked, timeout=60)
     return decode.call(transferring, ask, blocks, timeout=60)[0], blocks
 
 
 def pair(start: EngineFactory, model: Path, **options: Any) -> tuple[Engine, Engine]:
     options |= {"kv_transfer_config": NIXL, "disable_log_stats": False}
-    one, other = (
-        start(model, env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}, **options) for _ in range(2)
-    )
+    ports = ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2))
+    one, other = (start(model, env=port, **options) for port in ports)
     return one, other
 
 
-def from_elsewhere(llm: Any) -> float:
+def from_elsewhere(engine: Engine) -> float:
     """Tokens whose blocks another engine sent: those of records are hits, too."""
-    found = metrics(llm)
+    found = engine.metrics()
     return found["vllm:external_prefix_cache_hits"] - found.get("vllm:hypic_tokens_reused", 0)
 
 
@@ -162,17 +158,17 @@ def test_plain_requests_are_split_as_by_stock_engines_and_composed_ones_computed
     text, one, two = random_segments([700, 250, 180], seed=95)
     plain, composed = Ask(tuple(text)), Ask(prompt(one, two, query=QUERY))
     stock = pair(start_engine, hybrid_model, hypic=False)
-    (expected, _), loaded = split(*stock, plain), stock[1].call(from_elsewhere)
+    (expected, _), loaded = split(*stock, plain), from_elsewhere(stock[1])
     for engine in stock:
         engine.close()
     prefill, decode = pair(start_engine, hybrid_model)
     answer, blocks = split(prefill, decode, plain)
     assert same(answer, expected) and blocks is not None
-    assert decode.call(from_elsewhere) == loaded == len(text) - 1
+    assert from_elsewhere(decode) == loaded == len(text) - 1
     (alone,) = prefill.ask(composed)
     for reused in (0, len(one) + len(two) - 32):
         answer, blocks = split(prefill, decode, composed)
         assert same(answer, alone) and blocks is None
         assert answer.cached == reused
-    assert decode.call(from_elsewhere) == loaded, "blocks of a composed request were moved"
-    assert decode.call(metrics)["vllm:hypic_segments_computed"] == 2
+    assert from_elsewhere(decode) == loaded, "blocks of a composed request were moved"
+    assert decode.metrics()["vllm:hypic_segments_computed"] == 2

@@ -10,27 +10,13 @@ from typing import Any
 import pytest
 from oracle import Oracle, random_segments
 
-from .conftest import EngineFactory, tight_args, tight_options
-from .engines import (
-    Answer,
-    Ask,
-    Engine,
-    answer_of,
-    audit,
-    begin,
-    distance,
-    generate,
-    metrics,
-    pool_unit_bytes,
-    prompt,
-    run_to_end,
-    same,
-    scheduler_of,
-)
+from .conftest import EngineFactory, checked, tight_args, tight_options
+from .engines import Answer, Ask, Engine, answer_of, begin, distance, prompt, run_to_end, same, scheduler_of
 from .test_concurrency import MAX_FLOOR, NOISE_FACTOR, storm
 from .test_drafts import ARGS, NGRAMS, by_model, watched
 from .test_oracle_agreement import distance as distances
 from .test_oracle_agreement import first_token
+from .test_scheduling import passes
 from .test_store import MEMORY, empty_pool, stored
 
 PAGE = 16
@@ -43,28 +29,7 @@ FULL = {"hypic_link": "full"}
 
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, model: Path) -> Iterator[Engine]:
-    with module_engine(model, max_logprobs=-1, disable_log_stats=False, options=OPTIONS) as started:
-        yield started
-        assert started.call(audit).clean
-
-
-def passes(llm: Any, asks: list[Ask]) -> tuple[list[list[int]], list[Answer]]:
-    """The answers, and of each pass how many tokens of every request it had."""
-    scheduler = scheduler_of(llm)
-    stock, found = scheduler.schedule, []
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = stock(*args, **kwargs)
-        if output.total_num_scheduled_tokens:
-            found.append(list(output.num_scheduled_tokens.values()))
-        return output
-
-    scheduler.schedule = schedule
-    try:
-        answers = generate(llm, asks)
-    finally:
-        del scheduler.schedule
-    return found, answers
+    yield from checked(module_engine(model, max_logprobs=-1, disable_log_stats=False, options=OPTIONS))
 
 
 def begun(*parts: Sequence[int]) -> tuple[int, ...]:
@@ -112,10 +77,10 @@ def test_what_is_not_cached_here(engine: Engine) -> None:
     engine.reset()
     (tokens,) = random_segments([200], vocab=480, seed=17)
     computed = "vllm:hypic_segments_computed"
-    before = engine.call(metrics)[computed]
+    before = engine.metrics()[computed]
     ask(engine, tokens[:20])
     ask(engine, tokens, **FULL)
-    assert engine.call(metrics)[computed] == before
+    assert engine.metrics()[computed] == before
     ask(engine, tokens)
     (other,) = engine.ask(Ask(tuple(tokens), 1, salt="another"))
     assert other.cached == 0
@@ -148,9 +113,9 @@ def test_what_reads_nothing_is_stock(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def _tight(module_engine: EngineFactory, hybrid_model: Path, _hypic: Engine) -> Engine:
+def _tight(module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, int]) -> Engine:
     """Passes of 96 tokens, few blocks, and a pool of a few of the records."""
-    options = tight_options(_hypic.call(pool_unit_bytes), slots=7, pages=40) | OPTIONS
+    options = tight_options(units, slots=7, pages=40) | OPTIONS
     return module_engine(hybrid_model, options=options, **tight_args() | {"max_num_batched_tokens": 96})
 
 
@@ -160,9 +125,9 @@ def fork(number: int, salt: str | None = None) -> Ask:
 
 def test_forks_and_twins_at_once(tight: Engine) -> None:
     """Each prompt twice: who comes second waits for the record.  Passes cut stretches, records go."""
-    before = tight.call(metrics)
+    before = tight.metrics()
     answers = tight.ask(*(fork(i) for i in range(FORKS) for _ in range(2)))
-    after = tight.call(metrics)
+    after = tight.metrics()
     assert after["vllm:hypic_evictions"] > before["vllm:hypic_evictions"]
     assert any(answer.cached for answer in answers)
     together = tight.ask(*(Ask(fork(i).tokens, 4, FULL) for i in range(FORKS) for _ in range(2)))
@@ -210,7 +175,7 @@ def test_who_leaves_leaves_nothing(tight: Engine) -> None:
         tight.reset()
         counts = tight.call(storm, asks, seed)
         assert counts.get("stream prefill"), counts
-        assert tight.call(audit).clean
+        tight.check_clean()
     tight.reset()
     (found,) = tight.ask(asks[1])
     # The first token alone: on CPUs without AMX logprobs of later ones differ, as one that ends a page is run
@@ -225,7 +190,7 @@ def test_what_was_captured_on_the_way_goes_to_tiers(start_engine: EngineFactory,
         (loaded,) = engine.ask(fork(0))
         assert [answer.cached for answer in (cold, warm, loaded)] == [0, 336, 336]
         assert same(loaded, warm)
-        assert engine.call(audit).clean
+        engine.check_clean()
 
 
 @pytest.mark.parametrize("method", ["model", "ngrams"])
@@ -243,4 +208,4 @@ def test_drafts_behind_what_was_captured(
             if method == "model":
                 assert drafted.accepted == drafted.tokens > 0
         assert found.cached == 336
-        assert engine.call(audit).clean
+        engine.check_clean()

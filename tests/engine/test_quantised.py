@@ -14,18 +14,7 @@ from oracle import random_segments
 from vllm_hypic.pool.geometry import FP8
 
 from .conftest import EngineFactory
-from .engines import (
-    SEP,
-    Ask,
-    all_same,
-    distance,
-    largest_distance,
-    pool_unit_bytes,
-    prompt,
-    run_apart,
-    same,
-    worker_of,
-)
+from .engines import SEP, Ask, all_same, largest_distance, pool_unit_bytes, prompt, run_apart, same, worker_of
 from .quantised_weights import SCHEMES, save_quantised
 from .test_exactness import DEMO_SEP, demo_questions
 from .test_store import MEMORY, cold_warm_and_loaded, on_disk, stored
@@ -86,8 +75,7 @@ def test_a_trained_hybrid_answers_as_without(start_engine: EngineFactory, demo_m
     with start_engine(demo_model, options=options) as exact:
         expected = exact.ask_one_by_one(*asks)
         exact_page, _ = exact.call(pool_unit_bytes)
-    with start_engine(demo_model, hypic=False, kv_cache_dtype="fp8") as stock:
-        (of_stock,) = stock.ask(plain)
+    (of_stock,) = start_engine(demo_model, hypic=False, kv_cache_dtype="fp8").ask_and_close(plain)
     with start_engine(demo_model, options=options | stored(MEMORY), kv_cache_dtype="fp8") as ours:
         found = cold_warm_and_loaded(ours, asks)
         (ordinary,) = ours.ask(plain)
@@ -103,9 +91,9 @@ def test_a_trained_hybrid_answers_as_without(start_engine: EngineFactory, demo_m
 @pytest.mark.parametrize(("kind", "dtype"), [("fp8", "float32"), ("fp8_e5m2", "bfloat16")])
 def test_cold_and_warm(kind: str, dtype: str, start_engine: EngineFactory, attention_model: Path) -> None:
     plain = ASKS[0].plain()
-    with start_engine(attention_model, hypic=False, dtype=dtype, kv_cache_dtype=kind) as stock:
-        (of_stock,) = stock.ask(plain)
-    with start_engine(attention_model, dtype=dtype, kv_cache_dtype=kind) as ours:
+    start = partial(start_engine, attention_model, dtype=dtype, kv_cache_dtype=kind)
+    (of_stock,) = start(hypic=False).ask_and_close(plain)
+    with start() as ours:
         cold, warm = ours.ask_one_by_one(*ASKS), ours.ask_one_by_one(*ASKS)
         assert ours.call(record_dtypes) == {FP8 if kind == "fp8" else getattr(torch, dtype)}
         full, ordinary = ours.ask_one_by_one(Ask(ASKS[0].tokens, 12, {"hypic_link": "full"}), plain)
@@ -118,16 +106,16 @@ def test_composed_answers_are_as_near_as_full_ones(
 ) -> None:
     """To those of an engine in float32 without FP8, with a model's scales; a fault of records is far off."""
     full = [Ask(ask.tokens, extra={"hypic_link": "full"}) for ask in ASKS]
-    with start_engine(attention_model, dtype="float32") as exact:
-        expected, expected_full = exact.ask_one_by_one(*ASKS), exact.ask_one_by_one(*full)
+    expected = start_engine(attention_model, dtype="float32").ask_and_close(*ASKS, *full)
     with start_engine(attention_model, kv_cache_dtype="fp8", mended=with_scales, dtype="float32") as ours:
         assert ours.call(scales) == {SCALES}
-        found, found_full = ours.ask_one_by_one(*ASKS), ours.ask_one_by_one(*full)
+        found = ours.ask_one_by_one(*ASKS, *full)
         ours.call(double_values)
         faulty = ours.ask_one_by_one(*ASKS)
 
-    pairs = ((found_full, expected_full), (found, expected), (faulty, expected))
-    stock, far, fault = (largest_distance(*pair) for pair in pairs)
+    exact = expected[: len(ASKS)]
+    stock = largest_distance(found[len(ASKS) :], expected[len(ASKS) :])
+    far, fault = largest_distance(found[: len(ASKS)], exact), largest_distance(faulty, exact)
     numbers = f"in full {stock:.2f}, composed {far:.2f}, values twice as large {fault:.2f}"
     assert far < 2 * stock < fault, numbers
 
@@ -143,25 +131,20 @@ float16."""
 def test_quantised_weights(
     scheme: str, start_engine: EngineFactory, attention_model: Path, engine_logs: Path, tmp_path: Path
 ) -> None:
-    save = partial(save_quantised, attention_model, tmp_path, scheme)
-    quantised = run_apart(save, log=engine_logs / "models.log")
+    quantised = run_apart(save_quantised, attention_model, tmp_path, scheme, log=engine_logs / "models.log")
     lead, a, b, c, query = random_segments([40, 96, 130, 70, 18], vocab=480, seed=11)
     asked = Ask(prompt(a, b, c, lead=lead, query=query))
     again = Ask(prompt(c, a, b, lead=lead, query=query))
     dtype, rounding = WEIGHTS_ROUNDING[scheme]
     plain, full = asked.plain(), Ask(asked.tokens, extra={"hypic_link": "full"})
-    with start_engine(
-        tmp_path / "read-back", dtype=dtype, options=stored(on_disk(tmp_path / "disk"))
-    ) as meant:
-        expected = meant.ask_one_by_one(asked, again, plain)
-    with start_engine(quantised, dtype=dtype, hypic=False) as stock:
-        (of_stock,) = stock.ask(plain)
-    with start_engine(quantised, dtype=dtype, options=stored(on_disk(tmp_path / "disk"))) as ours:
-        cold, warm, reordered, whole, ordinary = ours.ask_one_by_one(asked, asked, again, full, plain)
+    args = {"dtype": dtype, "options": stored(on_disk(tmp_path / "disk"))}
+    expected = start_engine(tmp_path / "read-back", **args).ask_and_close(asked, again, plain)
+    (of_stock,) = start_engine(quantised, dtype=dtype, hypic=False).ask_and_close(plain)
+    asks = asked, asked, again, full, plain
+    cold, warm, reordered, whole, ordinary = start_engine(quantised, **args).ask_and_close(*asks)
     assert cold.cached == 0  # the records on disk are of other weights
     assert warm.cached == reordered.cached > 0
-    assert same(cold, warm)
-    assert same(ordinary, of_stock)
-    assert distance(whole, of_stock) < rounding
-    assert largest_distance((warm, reordered, ordinary), expected) < rounding
-    assert distance(warm, of_stock) > 2 * rounding  # so reuse that is wrong, or none, would show
+    assert same(cold, warm) and same(ordinary, of_stock)
+    assert largest_distance((whole, warm, reordered, ordinary), (of_stock, *expected)) < rounding
+    # So reuse that is wrong, or none, would show.
+    assert largest_distance([warm], [of_stock]) > 2 * rounding

@@ -15,23 +15,11 @@ from typing import Any
 import pytest
 from oracle import random_segments
 
-from . import tiny_models
-from .conftest import EngineFactory
-from .engines import (
-    PAD,
-    PDEP,
-    SEP,
-    Answer,
-    Ask,
-    Engine,
-    answer_of,
-    distance,
-    metrics,
-    outputs_of,
-    prompt,
-    same,
-)
+from .conftest import NEW, OLD, EngineFactory
+from .engines import PAD, PDEP, SEP, Answer, Ask, Engine, distance, largest_distance, outputs_of, prompt, same
 from .prompt_processor import FAVOUR, NAME
+from .test_adapters import Adapter, answers
+from .test_exactness import ranged
 
 THINK, THOUGHT = 10, 11
 """Words between which the model reasons."""
@@ -39,7 +27,6 @@ LEAD, FIRST, SECOND, QUERY = (
     [12 if token in (THINK, THOUGHT) else token for token in segment]
     for segment in random_segments([40, 150, 70, 21], vocab=480)
 )
-ADAPTERS = ("one", "other")
 FULL = {"hypic_link": "full"}
 
 
@@ -49,14 +36,6 @@ def ask(
     extra = sampling.pop("extra", {})
     shown = {"logprobs": 3, "detokenize": True, **sampling}
     return Ask(prompt(first, second, lead=LEAD, query=query), max_tokens=12, extra=extra, sampling=shown)
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(ADAPTERS):
-        tiny_models.save_adapter(folder / name, seed)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +60,8 @@ def as_ordinary(engine: Engine, asked: Ask) -> Answer:
     plain = replace(asked, tokens=asked.plain().tokens)
     full = replace(asked, extra=asked.extra | FULL)
     cold, warm, without, computed = engine.ask_one_by_one(asked, asked, plain, full)
-    assert warm.cached > 200 and same(computed, without)
-    for one in (cold, warm):
-        assert one.samples == without.samples and one.reasons == without.reasons
-    assert cold.logprobs == warm.logprobs
+    assert warm.cached > 200 and same(computed, without) and same(cold, warm)
+    assert warm.samples == without.samples and cold.reasons == warm.reasons == without.reasons
     return warm
 
 
@@ -121,24 +98,19 @@ def within(segment: list[int], at: int, *words: int) -> list[int]:
 CHOICES = ["w401", "w402"]
 
 
-@pytest.mark.parametrize(
-    ("first", "query", "reasons"),
-    [
-        (within(FIRST, 60, THINK, THOUGHT), QUERY, False),
-        (within(FIRST, 60, THINK), QUERY, True),
-        (within(FIRST, 60, THINK), within(QUERY, 3, THOUGHT), False),
-        (within(FIRST, 60, THOUGHT), within(QUERY, 3, THINK), True),
-        (within(within(FIRST, 1, THOUGHT), 60, THINK), QUERY, True),
-    ],
-    ids=[
-        *("ended-in-a-record", "begun-in-a-record", "ended-in-the-query", "begun-in-the-query"),
-        "ended-in-a-seam-begun-in-a-record",
-    ],
-)
-def test_grammars_begin_behind_reasoning(
-    engine: Engine, first: list[int], query: list[int], reasons: bool
-) -> None:
+REASONING = {
+    "ended-in-a-record": (within(FIRST, 60, THINK, THOUGHT), QUERY, False),
+    "begun-in-a-record": (within(FIRST, 60, THINK), QUERY, True),
+    "ended-in-the-query": (within(FIRST, 60, THINK), within(QUERY, 3, THOUGHT), False),
+    "begun-in-the-query": (within(FIRST, 60, THOUGHT), within(QUERY, 3, THINK), True),
+    "ended-in-a-seam-begun-in-a-record": (within(within(FIRST, 1, THOUGHT), 60, THINK), QUERY, True),
+}
+
+
+@pytest.mark.parametrize("case", REASONING)
+def test_grammars_begin_behind_reasoning(engine: Engine, case: str) -> None:
     """A word of a segment counts as in an ordinary prompt, whether it is in the stream or in a record."""
+    first, query, reasons = REASONING[case]
     answer = as_ordinary(engine, ask(first, query=query, **structured(choice=CHOICES)))
     assert (answer.tokens[0] not in (401, 402)) == reasons
 
@@ -159,23 +131,14 @@ def test_grammars(engine: Engine, kind: dict[str, Any]) -> None:
     assert 400 <= answer.tokens[0] < 480 and len(answer.tokens) == 2
 
 
-def with_adapter(llm: Any, ask: Ask, name: str, folder: str) -> Answer:
-    """The answer of the model with an adapter."""
-    from vllm.lora.request import LoRARequest
-
-    adapter = LoRARequest(name, 1 + ADAPTERS.index(name), f"{folder}/{name}")
-    return answer_of(outputs_of(llm, ask, lora_request=adapter)[0])
-
-
-def test_adapters_have_records_of_their_own(engine: Engine, adapters: Path) -> None:
+def test_adapters_have_records_of_their_own(engine: Engine, kinds: Path) -> None:
     engine.reset()
     asked = ask()
     base = as_ordinary(engine, asked)
     found = {}
-    for name in ADAPTERS:
-        cold, warm, plain = (
-            engine.call(with_adapter, one, name, str(adapters)) for one in (asked, asked, asked.plain())
-        )
+    for name in (OLD, NEW):
+        adapter = Adapter(str(kinds / name), name=name)
+        cold, warm, plain = engine.call(answers, adapter, asked, asked, asked.plain())
         assert cold.cached == 0 and warm.cached > 200
         assert cold.logprobs == warm.logprobs
         assert cold.tokens == plain.tokens
@@ -256,12 +219,9 @@ def test_penalties_are_those_of_the_ordinary_request(penalising: Engine, name: s
 def test_a_token_that_only_a_record_holds_is_penalised(penalising: Engine) -> None:
     """By as much as one of the query: logits above zero are divided, others multiplied."""
     only = next(t for t in SECOND[20:-20] if t not in {*LEAD, *FIRST, *QUERY, *SECOND[:20], *SECOND[-20:]})
-    free, penalised = penalising.ask_one_by_one(
-        sampled(FIRST, SECOND), sampled(FIRST, SECOND, repetition_penalty=1.8)
-    )
-    without = penalising.ask_one_by_one(
-        sampled(FIRST, [t for t in SECOND if t != only], repetition_penalty=1.8)
-    )[0]
+    others = [t for t in SECOND if t != only]
+    asked = sampled(FIRST, SECOND), *(sampled(FIRST, s, **PENALTIES["repetition"]) for s in (SECOND, others))
+    free, penalised, without = penalising.ask_one_by_one(*asked)
     assert distance(free, penalised) > 1
     assert abs(without.first[only] - penalised.first[only]) > 0.1
 
@@ -269,19 +229,15 @@ def test_a_token_that_only_a_record_holds_is_penalised(penalising: Engine) -> No
 def test_requests_of_a_batch_have_their_own(penalising: Engine) -> None:
     """Composed and ordinary requests, with penalties and without, which begin and end beside each other."""
     asks = [
-        replace(asked, max_tokens=length)
-        for length, asked in (
-            (3, sampled(FIRST, SECOND)),
-            (12, sampled(SECOND, FIRST, **PENALTIES["all"])),
-            (5, sampled(FIRST, **PENALTIES["repetition"]).plain()),
-            (9, sampled(SECOND, **PENALTIES["repetition"])),
-            (7, sampled(SECOND).plain()),
-        )
+        replace(sampled(FIRST, SECOND), max_tokens=3),
+        sampled(SECOND, FIRST, **PENALTIES["all"]),
+        replace(sampled(FIRST, **PENALTIES["repetition"]).plain(), max_tokens=5),
+        replace(sampled(SECOND, **PENALTIES["repetition"]), max_tokens=9),
+        replace(sampled(SECOND).plain(), max_tokens=7),
     ]
     together, alone = penalising.ask(*asks), penalising.ask_one_by_one(*asks)
-    for one, other in zip(together, alone, strict=True):
-        assert one.tokens == other.tokens
-        assert distance(one, other) <= BOUND
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    assert largest_distance(together, alone) <= BOUND
 
 
 PROMPT = prompt(FIRST, SECOND, lead=LEAD, query=QUERY)
@@ -304,7 +260,7 @@ def scored(llm: Any, *asks: Ask) -> list[Scored]:
 
 
 def to_score(tokens: tuple[int, ...] = PROMPT, most: int = 3, **extra: Any) -> Ask:
-    return Ask(tokens, max_tokens=1, extra=extra, sampling={"prompt_logprobs": most})
+    return Ask(tokens, 1, extra, sampling={"prompt_logprobs": most})
 
 
 def given(found: Scored) -> list[int]:
@@ -363,11 +319,8 @@ def test_cold_is_warm(hypic: Engine, extra: dict[str, Any]) -> None:
     cold = hypic.call(scored, asked)[0]
     assert hypic.call(scored, asked, asked) == [cold, cold]
     together = hypic.call(scored, asked, other, asked.plain())
-    assert list(map(given, together)) == [
-        given(cold),
-        given(hypic.call(scored, other)[0]),
-        list(range(1, len(asked.plain().tokens))),
-    ]
+    alone = given(cold), given(hypic.call(scored, other)[0])
+    assert [*map(given, together)] == [*alone, [*range(1, len(asked.plain().tokens))]]
     if "hypic_islands" in extra:
         assert set(COMPUTED) < set(given(cold)), "no island"
 
@@ -389,14 +342,11 @@ def test_padding_and_dependent_tokens(exact: Engine) -> None:
 
 def test_named_segments(exact: Engine) -> None:
     """The same segments, named in a prompt without separators."""
-    bounds = [len(LEAD), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST), len(LEAD) + len(FIRST + SECOND)]
-    named = Ask(
-        to_score().plain().tokens, 1, LINK | {"hypic_segment_ranges": bounds}, sampling=to_score().sampling
-    )
+    parted = ranged(FIRST, SECOND, lead=LEAD, query=QUERY)
+    named = to_score(parted.tokens, **parted.extra, **LINK)
     marked = exact.call(scored, to_score(**LINK))[0]
-    assert exact.call(scored, named)[0] == [
-        entry for token, entry in zip(PROMPT, marked, strict=True) if token != SEP
-    ]
+    logical = [entry for token, entry in zip(PROMPT, marked, strict=True) if token != SEP]
+    assert exact.call(scored, named)[0] == logical
 
 
 def test_a_prompt_that_only_warms_its_segments_has_nulls(exact: Engine) -> None:
@@ -407,11 +357,9 @@ def test_preempted_requests(tight: Engine) -> None:
     """More requests than the KV cache holds, in chunks: each is given what it is given alone."""
     # Streams that need one more block of 256 while they decode.
     queries = random_segments([2 * 256 - 4 * SEAM - 1 - i % 7 for i in range(12)], vocab=480)
-    asks = [
-        replace(to_score(prompt(FIRST, SECOND, lead=LEAD, query=query), **LINK), max_tokens=12)
-        for query in queries
-    ]
+    prompts = (prompt(FIRST, SECOND, lead=LEAD, query=query) for query in queries)
+    asks = [replace(to_score(tokens, **LINK), max_tokens=12) for tokens in prompts]
     alone = [given(tight.call(scored, one)[0]) for one in asks]
-    before = tight.call(metrics)["vllm:num_preemptions"]
+    before = tight.metrics()["vllm:num_preemptions"]
     assert [given(found) for found in tight.call(scored, *asks)] == alone
-    assert tight.call(metrics)["vllm:num_preemptions"] > before
+    assert tight.metrics()["vllm:num_preemptions"] > before

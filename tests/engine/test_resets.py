@@ -16,10 +16,11 @@ from .engines import (
     Answer,
     Ask,
     Engine,
+    EngineError,
     all_same,
     answer_of,
     begin,
-    distance,
+    largest_distance,
     prompt,
     same,
     scheduler_of,
@@ -29,7 +30,6 @@ from .engines import (
 LEAD, ONE, TWO, LONG, QUERY = random_segments([90, 150, 200, 700, 40], seed=71)
 OPTIONS = {"store": {"tiers": [{"type": "memory", "bytes": 64 << 20}]}}
 ARGS = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
-PHASES = ("decode", "segment prefill", "waiting for records")
 
 
 def ask(*documents: list[int], max_tokens: int = 8) -> Ask:
@@ -62,24 +62,14 @@ def reset_amid(
         for _ in range(500):
             if met():
                 return
-            for output in engine.step():
-                if output.finished:
-                    answers[output.request_id] = answer_of(output)
+            answers.update({one.request_id: answer_of(one) for one in engine.step() if one.finished})
         raise RuntimeError(f"hangs: {list(scheduler.requests)}")
-
-    def half_computed() -> bool:
-        return any(
-            0 < r.num_computed_tokens < r.num_prompt_tokens
-            for r in scheduler.running
-            if scheduler.hypic.is_internal(r.request_id)
-        )
 
     decodes = add(decoding)
     step_until(lambda: scheduler.requests[decodes].num_output_tokens)
     add(computing)
-    step_until(half_computed)
+    step_until(lambda: half_computed(scheduler))
     add(waiting)
-    step_until(lambda: True)
     phases = [phase_of(scheduler, name) for name in names]
     succeeded = llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     change_weights(llm, factor)
@@ -87,6 +77,14 @@ def reset_amid(
         add(later)
     step_until(lambda: len(answers) == len(names))
     return Reset(bool(succeeded), [answers[external] for external in sorted(answers)], phases)
+
+
+def half_computed(scheduler: Any) -> bool:
+    """Whether some segment is."""
+    return any(
+        0 < r.num_computed_tokens < r.num_prompt_tokens and scheduler.hypic.is_internal(r.request_id)
+        for r in scheduler.running
+    )
 
 
 def phase_of(scheduler: Any, request_id: str) -> str:
@@ -128,8 +126,8 @@ def test_requests_that_live_end_on_their_records_and_later_ones_get_new_ones(eng
     found = engine.call(reset_amid, *asks, ask(ONE, TWO))
     assert found.succeeded, "vLLM takes this for a failure, and a paused engine stays paused"
     assert found.phases == ["decode", "waiting for records", "waiting for records"]
-    for one, other in zip(found.answers, alone, strict=False):
-        assert one.tokens[0] == other.tokens[0] and distance(one, other) <= 0.3, "its answer changed"
+    assert largest_distance(found.answers[:3], alone) <= 0.3, "an answer changed"
+    assert [a.tokens[0] for a in found.answers[:3]] == [a.tokens[0] for a in alone]
     assert found.answers[3].cached == 0, "it read a record of before"
     left = engine.call(resident)
     assert len(left) == 3 and engine.call(stored) == left, "nothing but the later one's records is anywhere"
@@ -145,7 +143,7 @@ def test_after_new_weights_answers_are_those_of_an_engine_that_never_had_others(
     fresh = start_engine(hybrid_model, options=OPTIONS, **ARGS)
     fresh.call(change_weights, 0.5)
     expected = fresh.ask_one_by_one(*asks)
-    assert not any(same(one, other) for one, other in zip(before, expected, strict=True))
+    assert not any(map(same, before, expected))
     engine.reset()
     live = (ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO))
     try:
@@ -166,13 +164,8 @@ def reload(llm: Any, model: str) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
 
 
-def called(llm: Any, method: str) -> str:
-    """What a call of the workers raises."""
-    try:
-        llm.collective_rpc(method)
-    except Exception as e:
-        return str(e)
-    return ""
+def call_workers(llm: Any, method: str) -> None:
+    llm.collective_rpc(method)
 
 
 def test_records_are_forgotten_where_weights_are_reloaded(
@@ -182,7 +175,7 @@ def test_records_are_forgotten_where_weights_are_reloaded(
     asks = [ask(ONE, TWO), ask(TWO, LONG)]
     before = engine.ask_one_by_one(*asks)
     expected = start_engine(other, options=OPTIONS, **ARGS).ask_one_by_one(*asks)
-    assert not any(same(one, other) for one, other in zip(before, expected, strict=True))
+    assert not any(map(same, before, expected))
     old = engine.call(resident) | engine.call(stored)
     try:
         engine.call(reload, str(other))
@@ -200,8 +193,10 @@ def test_calls_of_workers_that_may_change_weights(engine: Engine) -> None:
     """A call that failed may have changed some; one that cannot change any leaves records alone."""
     engine.ask(ask(ONE, TWO))
     kept = engine.call(resident)
-    assert not engine.call(called, "hypic_calls") and engine.call(resident) == kept
-    assert "Weight transfer not configured" in engine.call(called, "start_weight_update")
+    engine.call(call_workers, "hypic_calls")
+    assert engine.call(resident) == kept
+    with pytest.raises(EngineError, match="Weight transfer not configured"):
+        engine.call(call_workers, "start_weight_update")
     assert not engine.call(resident)
     (answer,) = engine.ask(ask(ONE, TWO))
     assert answer.cached == 0
@@ -213,7 +208,6 @@ def test_reset_between_overlapping_steps(overlapped: Engine) -> None:
     alone = overlapped.ask_one_by_one(*asks)
     overlapped.reset()
     found = overlapped.call(reset_amid, *asks)
-    assert found.succeeded
+    assert found.succeeded and largest_distance(found.answers, alone) <= 0.3
     for one, other in zip(found.answers, alone, strict=True):
-        assert len(one.tokens) == len(other.tokens)
-        assert one.tokens[0] == other.tokens[0] and distance(one, other) <= 0.3
+        assert len(one.tokens) == len(other.tokens) and one.tokens[0] == other.tokens[0]

@@ -17,11 +17,11 @@ from .conftest import EngineFactory, Saver
 from .engines import (
     Ask,
     Engine,
+    all_same,
     begin,
     largest_distance,
     pool_unit_bytes,
     prompt,
-    same,
     scheduler_of,
     worker_of,
 )
@@ -38,9 +38,8 @@ def prompt_states(llm: Any, ask: Ask) -> list[torch.Tensor]:
     outputs: list[Any] = []
     while not any(o.outputs and o.outputs[0].token_ids for o in outputs):
         outputs = engine.step()
-    (internal_id,) = scheduler.requests
-    blocks = scheduler.kv_cache_manager.get_block_ids(internal_id)
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    blocks = scheduler.kv_cache_manager.get_block_ids(*scheduler.requests)
+    layers = engine.vllm_config.compilation_config.static_forward_context
     found = {}
     for group, ids in zip(scheduler.kv_cache_config.kv_cache_groups, blocks, strict=True):
         for name in group.layer_names:
@@ -109,17 +108,13 @@ ROUNDING = 2.0**-11
 """Of an element, in float16."""
 
 
-def pool_of(llm: Any) -> Any:
-    return worker_of(llm).runtime.pool
-
-
 def narrow_layers(llm: Any) -> int:
-    return sum(isinstance(records, NarrowRecords) for records in pool_of(llm).linear.values())
+    return sum(isinstance(records, NarrowRecords) for records in worker_of(llm).runtime.pool.linear.values())
 
 
 def double_the_states(llm: Any) -> None:
     """What a record is whose exponents are not what its numbers were divided by."""
-    for records in pool_of(llm).linear.values():
+    for records in worker_of(llm).runtime.pool.linear.values():
         records.exponent.add_(1)
     assert llm.reset_prefix_cache()
 
@@ -134,7 +129,7 @@ def test_cold_warm_and_from_a_tier(narrow: Engine, hypic: Engine) -> None:
     exact = hypic.ask_one_by_one(*ASKS)
     cold = cold_warm_and_loaded(narrow, ASKS)
     plain = ASKS[0].plain()
-    assert same(*narrow.ask(plain), *hypic.ask(plain))
+    assert all_same(narrow.ask(plain), hypic.ask(plain))
     far = largest_distance(cold, exact)
     narrow.call(double_the_states)
     fault = largest_distance(narrow.ask_one_by_one(*ASKS), exact)
@@ -159,8 +154,7 @@ def test_every_family(name: str, start_engine: EngineFactory, saved: Saver) -> N
     family = LIVES[name]
     model = saved(family.save)
     args = {"dtype": "float32", **family.args.get("float32", {})}
-    with start_engine(model, **args) as exact:
-        expected = exact.ask_one_by_one(*ASKS)
+    expected = start_engine(model, **args).ask_and_close(*ASKS)
     with start_engine(model, options=NARROW | stored(MEMORY), **args) as ours:
         assert ours.call(narrow_layers)
         cold = cold_warm_and_loaded(ours, ASKS)

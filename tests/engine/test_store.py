@@ -13,21 +13,8 @@ from oracle.models import random_segments
 
 from benchmarks.services import LMCacheServer, RedisServer
 
-from .conftest import EngineFactory
-from .engines import (
-    FIRST_WORD,
-    Answer,
-    Ask,
-    Engine,
-    all_same,
-    audit,
-    begin,
-    plan_of,
-    prompt,
-    same,
-    scheduler_of,
-    store_of,
-)
+from .conftest import CONTEXT, EngineFactory, words
+from .engines import Answer, Ask, Engine, all_same, begin, plan_of, prompt, same, scheduler_of, store_of
 from .staged_copies import staged
 
 LEAD, ONE, TWO, THREE, QUESTION = random_segments([90, 150, 200, 64, 40], seed=44)
@@ -77,13 +64,7 @@ def stored(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def on_disk(path: Path) -> dict[str, Any]:
-    """A disk tier."""
     return {"type": "disk", "path": str(path), "bytes": 64 << 20}
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_disk(tmp_path_factory.mktemp("disk"))
 
 
 @pytest.fixture(scope="module")
@@ -93,24 +74,26 @@ def _engine(module_engine: EngineFactory, hybrid_model: Path, disk: dict[str, An
 
 
 def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
-    (cold,) = engine.ask(ask())
-    assert cold.cached == 0
-    (warm,) = engine.ask(ask())
+    before = engine.call(tier_counts, "memory")
+    check_reload(engine)
+    after = engine.call(tier_counts, "memory")
+    assert after["stored"] >= RECORDS and after["objects"] == RECORDS
+    assert after["hits"] == before["hits"] + RECORDS
+
+
+def check_reload(engine: Engine) -> None:
+    (cold,), (warm,) = engine.ask(ask()), engine.ask(ask())
+    assert cold.cached == 0 and warm.cached == RECORDED
     made = engine.call(computed)
     engine.call(empty_pool)
-    before = engine.call(tier_counts, "memory")
-    assert before["stored"] >= RECORDS and before["objects"] == RECORDS
     (loaded,) = engine.ask(ask())
-    assert same(cold, warm, loaded)
-    assert loaded.cached == warm.cached == RECORDED
     assert engine.call(computed) == made, "a segment was computed again"
-    assert engine.call(tier_counts, "memory")["hits"] == before["hits"] + RECORDS
+    assert same(cold, warm, loaded) and loaded.cached == RECORDED
 
 
 def drop_memory(llm: Any) -> None:
     empty_pool(llm)
-    tiers = {one.name: one for one in store_of(llm)._tiers}
-    tiers["memory"].tier.clear()
+    next(one for one in store_of(llm)._tiers if one.name == "memory").tier.clear()
 
 
 def test_a_record_from_disk_equals_the_pools_and_moves_up(engine: Engine) -> None:
@@ -133,14 +116,14 @@ def test_records_go_to_disk_and_back_by_staged_copies(engine: Engine) -> None:
     engine.call(drop_memory)
     with staged(engine):
         (loaded,) = engine.ask(ask())
-    assert same(cold, loaded) and loaded.cached == RECORDED
     engine.reset()
     with staged(engine):
         engine.ask(ask())
     engine.call(drop_memory)
     made = engine.call(computed)
     (again,) = engine.ask(ask())
-    assert same(cold, again) and again.cached == RECORDED and engine.call(computed) == made
+    assert same(cold, loaded, again) and loaded.cached == again.cached == RECORDED
+    assert engine.call(computed) == made
 
 
 def test_loaded_computed_and_resident_records_in_one_request(engine: Engine) -> None:
@@ -231,7 +214,6 @@ def test_damaged_records_are_computed_again(engine: Engine, disk: dict[str, Any]
 
 
 def start_and_abort(llm: Any, asked: Ask) -> None:
-    """A request that is aborted while its records are on their way."""
     begin(llm, "aborted", asked)
     llm.llm_engine.step()
     llm.llm_engine.abort_request(["aborted"])
@@ -243,75 +225,63 @@ def test_a_request_aborted_while_its_records_load(engine: Engine) -> None:
     engine.call(start_and_abort, ask())
     (after,) = engine.ask(ask())
     assert same(cold, after)
-    assert engine.call(audit).clean
 
 
 def test_dropping_expiring_and_pinning_a_record(engine: Engine) -> None:
     (cold,) = engine.ask(ask(ONE))
-    engine.call(drop_interior)
+    engine.call(retain, "drop")
     (again,) = engine.ask(ask(ONE))
     assert same(cold, again) and again.cached == len(LEAD), "the dropped record was found"
-    engine.call(expire_interior)
+    engine.call(retain, "expire")
     (again,) = engine.ask(ask(ONE))
     assert again.cached == len(LEAD), "the expired record was found"
-    engine.call(pin_interior)
+    engine.call(retain, "pin")
     engine.ask(*(ask(d) for d in random_segments([150] * 60, seed=5)))
     made = engine.call(computed)
     (pinned,) = engine.ask(Ask(prompt(ONE, query=QUESTION)))
     assert engine.call(computed) == made and pinned.cached == len(ONE) - 16, "the pinned record was evicted"
 
 
-def interior_key(llm: Any) -> Any:
-    """As users know it: by its key in the first generation."""
-    plan = plan_of(llm, prompt(ONE, query=QUESTION, lead=LEAD))
-    return scheduler_of(llm).hypic.namespace.renamed(plan.segments[1].key)
-
-
-def drop_interior(llm: Any) -> None:
-    side, key = scheduler_of(llm).hypic, interior_key(llm)
-    assert side.retention.record_state(key).resident
-    side.retention.drop_record(key)
-    assert not side.retention.record_state(key).resident
-
-
-def expire_interior(llm: Any) -> None:
-    scheduler_of(llm).hypic.retention.expire_record(interior_key(llm), 1.0)
-
-
-def pin_interior(llm: Any) -> None:
-    side, key = scheduler_of(llm).hypic, interior_key(llm)
-    columns = side.directory.get(side.namespace.renamed(key)).columns
-    side.retention.pin_record(key, columns, leading=False)
+def retain(llm: Any, what: str) -> None:
+    """Drop, expire or pin the interior record, by its key in the first generation, as users know it."""
+    side = scheduler_of(llm).hypic
+    key = side.namespace.renamed(plan_of(llm, prompt(ONE, query=QUESTION, lead=LEAD)).segments[1].key)
+    match what:
+        case "drop":
+            assert side.retention.record_state(key).resident
+            side.retention.drop_record(key)
+            assert not side.retention.record_state(key).resident
+        case "expire":
+            side.retention.expire_record(key, 1.0)
+        case "pin":
+            columns = side.directory.get(side.namespace.renamed(key)).columns
+            side.retention.pin_record(key, columns, leading=False)
 
 
 def test_records_survive_a_restart_on_disk(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
     options = stored(on_disk(tmp_path / "records"))
-    first = start_engine(hybrid_model, options=options)
-    (cold,) = first.ask(ask())
-    first.call(empty_pool)
-    first.close()
-    second = start_engine(hybrid_model, options=options)
-    (loaded,) = second.ask(ask())
-    assert same(cold, loaded) and loaded.cached == RECORDED
-    assert second.call(computed) == 0
-    second.close()
-    other = start_engine(hybrid_model, options=options | {"dead_transition": 1e-3})
-    (foreign,) = other.ask(ask())
+    with start_engine(hybrid_model, options=options) as first:
+        (cold,) = first.ask(ask())
+        first.call(empty_pool)
+    with start_engine(hybrid_model, options=options) as second:
+        (loaded,) = second.ask(ask())
+        assert same(cold, loaded) and loaded.cached == RECORDED
+        assert second.call(computed) == 0
+    (foreign,) = start_engine(hybrid_model, options=options | {"dead_transition": 1e-3}).ask(ask())
     assert foreign.cached == 0, "a record of another namespace was used"
 
 
 def hang(llm: Any) -> None:
     """From now on the disk tier does not answer reads."""
-    disk = next(one for one in store_of(llm)._tiers if one.name == "disk")
-    blocked = threading.Event()
-    stock = disk.tier.get
+    [disk] = store_of(llm)._tiers
+    blocked, stock = threading.Event(), disk.tier.get
     disk.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
     llm.unblock = lambda: (blocked.set(), setattr(disk.tier, "get", stock))
 
 
-def unhang(llm: Any) -> None:
+def unblock(llm: Any) -> None:
     llm.unblock()
 
 
@@ -327,8 +297,8 @@ def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
     assert same(cold, computed_again) and computed_again.cached == 0
     counts = engine.call(tier_counts, "disk")
     assert counts["timeouts"] >= 1 and not counts["up"]
-    engine.call(unhang)
-    assert engine.call(audit).clean
+    engine.call(unblock)
+    engine.check_clean()
 
 
 @pytest.fixture(params=["redis", "lmcache", "lmcache-disk", "lmcache-server"])
@@ -351,23 +321,13 @@ def test_answers_from_a_tier_equal_the_pools(
     tier: dict[str, Any], start_engine: EngineFactory, hybrid_model: Path
 ) -> None:
     engine = start_engine(hybrid_model, options=stored(tier))
-    (cold,) = engine.ask(ask())
-    (warm,) = engine.ask(ask())
-    assert cold.cached == 0 and warm.cached == RECORDED
-    engine.call(empty_pool)
-    made = engine.call(computed)
-    (loaded,) = engine.ask(ask())
+    check_reload(engine)
     counts = engine.call(tier_counts, tier["type"])
-    assert engine.call(computed) == made, f"segments were computed again: {counts}"
-    assert same(cold, warm, loaded) and loaded.cached == RECORDED
     assert counts["hits"] == RECORDS and not counts["corrupt"] and not counts["errors"]
     engine.reset()
     (emptied,) = engine.ask(ask())
     assert emptied.cached == 0, "a record outlived the reset"
-    assert engine.call(audit).clean
-
-
-WORDS = tuple(f"w{FIRST_WORD + 7 * i % 400}" for i in range(90))
+    engine.check_clean()
 
 
 @pytest.mark.slow
@@ -377,18 +337,18 @@ def test_records_behind_another_text_are_misses(
     """One path, whose content changes between three starts of one disk tier."""
     text = tmp_path / "context.txt"
 
-    def served(words: tuple[str, ...], disk: str = "disk") -> tuple[Answer, int]:
-        text.write_text(" ".join(words))
+    def served(tokens: Sequence[int], disk: str = "disk") -> tuple[Answer, int]:
+        text.write_text(words(tokens))
         options = {"context": "text", "context_file": str(text), **stored(on_disk(tmp_path / disk))}
         with start_engine(attention_model, options=options) as engine:
             (answer,) = engine.ask(ask())
             engine.call(empty_pool)
             return answer, engine.call(computed)
 
-    old, made = served(WORDS)
-    again, loaded = served(WORDS)
+    old, made = served(CONTEXT)
+    again, loaded = served(CONTEXT)
     assert same(old, again) and again.cached == RECORDED and loaded == 0
-    new, anew = served(WORDS[::-1])
+    new, anew = served(CONTEXT[::-1])
     assert new.cached < RECORDED and anew >= made - 1, "what saw the old text was not read"
-    without, _ = served(WORDS[::-1], "another")
+    without, _ = served(CONTEXT[::-1], "another")
     assert same(new, without) and not same(new, old)

@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,7 @@ from vllm_hypic.store.record import VERSION
 from vllm_hypic.store.tiers.disk_files import HEAD_BYTES
 
 from .conftest import EngineFactory
-from .engines import (
-    Answer,
-    Ask,
-    Engine,
-    EngineError,
-    all_same,
-    audit,
-    generate,
-    largest_distance,
-    metrics,
-    prompt,
-    same,
-    store_of,
-)
+from .engines import Answer, Ask, Engine, EngineError, all_same, largest_distance, prompt, same, store_of
 from .test_checkpoints import RESUMED
 from .test_prefix_passes import OPTIONS as SPARSE
 from .test_prefix_passes import PAGE
@@ -48,16 +35,8 @@ ROUNDING = 0.3
 prompts are 10 apart."""
 
 
-def _grown(first: list[int]) -> list[list[int]]:
-    """Prompts of a conversation."""
-    turns = [first]
-    for part in PARTS[1:3]:
-        turns.append(turns[-1] + part)
-    return turns
-
-
-TURNS = _grown(SYSTEM + PARTS[0])
-LOST_TURNS = _grown(LOST)
+TURNS, LOST_TURNS = ([*accumulate([first, *PARTS[1:3]])] for first in (SYSTEM + PARTS[0], LOST))
+"""Prompts of conversations."""
 FORKS = [LOST[:70] + part for part in PARTS[3:]]
 """Prompts that part behind so many tokens, which another has, too."""
 
@@ -107,12 +86,10 @@ def version_of(file: Path) -> int:
 
 def written(llm: Any) -> float:
     assert store_of(llm).drain(30)
-    bytes_written: float = store_of(llm).stats().tiers["disk"].written_bytes
-    return bytes_written
+    return float(store_of(llm).stats().tiers["disk"].written_bytes)
 
 
 def files_of(engine: Engine, folder: Path, asked: Ask) -> set[Path]:
-    """The files that a request adds."""
     others = set(folder.rglob("*.hypic"))
     engine.ask(asked)
     engine.call(written)
@@ -120,8 +97,7 @@ def files_of(engine: Engine, folder: Path, asked: Ask) -> set[Path]:
 
 
 def foreign(llm: Any) -> int:
-    count: int = store_of(llm).stats().tiers["disk"].corrupt
-    return count
+    return int(store_of(llm).stats().tiers["disk"].corrupt)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +129,7 @@ def restarted(
         assert version_of(former) == VERSION, "it is stored anew"
         alone = dict(zip(ALONE, (turn, again, third), strict=True))
         yield Restarted(engine, sizes, answers, found, alone)
-        assert engine.call(audit).clean
+        engine.check_clean()
 
 
 def pages(tokens: list[int]) -> int:
@@ -164,17 +140,15 @@ def pages(tokens: list[int]) -> int:
 def test_what_was_cached_is_cached(restarted: Restarted) -> None:
     engine = restarted.engine
     assert engine.ask(plain(TURNS[2], salt="another"))[0].cached == 0, "tenants share nothing"
-    before = engine.call(metrics).get(RESUMED, 0.0)
-    turn, grown, fork = (engine.ask(asked)[0] for asked in AFTER)
+    before = engine.metrics().get(RESUMED, 0.0)
+    turn, grown, fork = engine.ask_one_by_one(*AFTER)
     assert turn.cached == pages(TURNS[1]), "the turn before"
     assert fork.cached == 70 // PAGE * PAGE, "where three have parted"
     # Behind a head of 8 there are checkpoints at 72, 136, 200, 264.
-    assert engine.call(metrics)[RESUMED] - before == turn.cached + fork.cached + 264 - 8
-    again = [engine.ask(asked)[0] for asked in AFTER]
+    assert engine.metrics()[RESUMED] - before == turn.cached + fork.cached + 264 - 8
+    found = (*restarted.before, turn, grown, fork, *engine.ask_one_by_one(*AFTER))
     engine.reset()
-    never_restarted = [engine.ask(asked)[0] for asked in (*BEFORE, *AFTER, *AFTER)]
-    found = (*restarted.before, turn, grown, fork, *again)
-    assert all_same(found, never_restarted)
+    assert all_same(found, engine.ask_one_by_one(*BEFORE, *AFTER, *AFTER))
 
 
 def weight(restarted: Restarted) -> tuple[float, float]:
@@ -203,10 +177,9 @@ def test_what_shares_less_than_states_weigh_is_stored_whole(restarted: Restarted
     assert (grown == whole) == (states > pages(SYSTEM) * token), (grown, whole)
 
 
-LOST_TURN = plain(LOST_TURNS[2], salt="lost")
 ALONE = {
     # The first turn's file is gone, and the second rests on it.
-    "without-what-it-rests-on": ([LOST_TURN], 0),
+    "without-what-it-rests-on": ([plain(LOST_TURNS[2], salt="lost")], 0),
     "of-another-version": ([FORMER], 0),
     # Nobody had gone on from there.
     "where-two-have-parted": ([plain(fork, salt="kept") for fork in FORKS[:3]], 70 // PAGE * PAGE),
@@ -234,11 +207,6 @@ def die_behind_one_object(llm: Any) -> None:
     os.rename = renamed  # type: ignore[assignment]
 
 
-def asked_and_written(llm: Any, asked: Ask) -> None:
-    generate(llm, [asked])
-    written(llm)
-
-
 def test_a_crash_between_a_record_and_its_checkpoint(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
@@ -249,18 +217,18 @@ def test_a_crash_between_a_record_and_its_checkpoint(
         others = set(tmp_path.rglob("*.hypic"))
         engine.call(die_behind_one_object)
         with pytest.raises(EngineError, match="died"):
-            engine.call(asked_and_written, plain(FORKS[1]))
+            files_of(engine, tmp_path, plain(FORKS[1]))
     assert len(set(tmp_path.rglob("*.hypic")) - others) == 1, "the record, and no checkpoint"
     assert list((tmp_path / "partial").iterdir())
 
     with start_engine(hybrid_model, **arguments) as engine:
-        forks = [*FORKS[1:], FORKS[0][:70] + PARTS[0]]
-        found = [engine.ask(plain(fork))[0] for fork in forks]
+        forks = [plain(fork) for fork in (*FORKS[1:], FORKS[0][:70] + PARTS[0])]
+        found = engine.ask_one_by_one(*forks)
         # Behind the restart it takes two anew to show where they part.
         assert [answer.cached for answer in found] == [pages(FORKS[1]), 0, 0, 70 // PAGE * PAGE]
-        assert engine.call(foreign) == 0 and engine.call(audit).clean
+        assert engine.call(foreign) == 0
+        engine.check_clean()
         engine.call(written)
         assert not list((tmp_path / "partial").iterdir())
         engine.reset()
-        fresh = [engine.ask(plain(fork))[0] for fork in forks]
-        assert largest_distance(found, fresh) < ROUNDING
+        assert largest_distance(found, engine.ask_one_by_one(*forks)) < ROUNDING

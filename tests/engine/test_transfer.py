@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -59,29 +59,24 @@ def forget(llm: Any) -> None:
     assert not len(scheduler_of(llm).hypic.directory)
 
 
-def until(met: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + BOUND_S
-    while not (found := met()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return found
-
-
-@pytest.fixture(scope="module")
-def here() -> str:
-    """Where the engine lets records land."""
+def place() -> str:
     return f"tcp://127.0.0.1:{free_port()}"
+
+
+def instance(here: str) -> dict[str, Any]:
+    """Options of an engine that lets records land there."""
+    return {"segment_parallel": {"listen": here, "events": place()}}
+
+
+here = pytest.fixture(place, scope="module", name="here")
 
 
 @pytest.fixture(scope="module")
 def _engine(module_engine: EngineFactory, hybrid_model: Path, here: str) -> Engine:
-    events = f"tcp://127.0.0.1:{free_port()}"
-    return module_engine(hybrid_model, options={"segment_parallel": {"listen": here, "events": events}})
+    return module_engine(hybrid_model, options=instance(here))
 
 
-@pytest.fixture
-def engine(_engine: Engine) -> Iterator[Engine]:
-    yield from lent(_engine, lambda engine: engine.call(forget))
+engine = lent("_engine", lambda engine: engine.call(forget))
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +89,7 @@ def records(_engine: Engine) -> dict[str, bytes]:
 def pushed(engine: Engine) -> dict[str, bytes]:
     """The prompt's records, computed if need be, as they arrive elsewhere; by the names of their objects."""
     taken: dict[str, bytes] = {}
-    there = f"tcp://127.0.0.1:{free_port()}"
+    there = place()
     with closing(Receiver(there, engine.call(namespace), None, 1 << 26)) as receiver:
         for name in engine.call(names):
 
@@ -119,11 +114,14 @@ def waiting(engine: Engine, *asks: Ask) -> Iterator[Future[list[Answer]]]:
         yield pool.submit(engine.ask, *asks)
 
 
-def push(sender: Sender, here: str, objects: dict[str, bytes], deadline_s: float = BOUND_S) -> list[Sent]:
-    found: list[Sent] = []
+def push(sender: Sender, here: str, objects: dict[str, bytes]) -> list[Sent]:
+    found, deadline = list[Sent](), time.monotonic() + BOUND_S
     for name, data in objects.items():
-        sender.send(name, memoryview(data), here, deadline_s)
-    until(lambda: found.extend(sender.poll()) or len(found) == len(objects))
+        sender.send(name, memoryview(data), here, BOUND_S)
+    while len(found) < len(objects):
+        assert time.monotonic() < deadline
+        found += sender.poll()
+        time.sleep(0.005)
     return found
 
 
@@ -188,7 +186,7 @@ def test_what_does_not_come_or_is_damaged_is_computed(
 
 def test_a_record_that_cannot_be_delivered_ends_its_request_with_an_error(engine: Engine) -> None:
     """Nobody listens there, or it is another machine."""
-    for there in (f"tcp://127.0.0.1:{free_port()}", "tcp://192.0.2.1:7100"):
+    for there in (place(), "tcp://192.0.2.1:7100"):
         (answer,) = engine.ask(warm_up(hypic_push_to=there, hypic_push_deadline_s=1))
         assert answer.reasons == ("error",)
     (answer,) = engine.ask(ask())
@@ -198,8 +196,8 @@ def test_a_record_that_cannot_be_delivered_ends_its_request_with_an_error(engine
 def test_after_a_reset_records_go_and_come_under_other_names(
     module_engine: EngineFactory, hybrid_model: Path, records: dict[str, bytes]
 ) -> None:
-    here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    engine = module_engine(hybrid_model, options={"segment_parallel": {"listen": here, "events": events}})
+    here = place()
+    engine = module_engine(hybrid_model, options=instance(here))
     before = list(engine.call(names).values())
     engine.reset()
     started = time.monotonic()

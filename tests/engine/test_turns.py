@@ -7,6 +7,7 @@ from typing import Any
 from oracle.models import random_segments
 
 from .engines import Answer, Ask, Engine, distance, plan_of, prompt, same, scheduler_of
+from .test_contexts_and_islands import forget_streams
 
 BLOCK = 256
 """Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
@@ -24,19 +25,13 @@ def second_turn(first: Answer) -> Ask:
     return Ask(prompt(ONE, TWO, query=[*QUESTION, *first.tokens, *MORE], lead=LEAD), 24)
 
 
-def forget_streams(llm: Any) -> None:
-    """Empty vLLM's prefix cache; records stay."""
-    assert llm.reset_prefix_cache()
-    assert len(scheduler_of(llm).hypic.directory)
-
-
 def record_keys(llm: Any) -> set[str]:
     return set(scheduler_of(llm).hypic.directory._entries)
 
 
-def stream_of(llm: Any, ask: Ask) -> tuple[int, ...]:
+def stream_of(llm: Any, ask: Ask) -> Ask:
     """The tokens that vLLM computes for a composed request."""
-    return tuple(plan_of(llm, ask.tokens, salt=ask.salt).stream)
+    return Ask(tuple(plan_of(llm, ask.tokens, salt=ask.salt).stream))
 
 
 def stock_ignores_how_many_rows(hypic: Engine) -> bool:
@@ -96,7 +91,7 @@ def test_tenants_share_neither_records_nor_streams(hypic: Engine) -> None:
 def test_approximate_streams_and_exact_prompts_never_meet(hypic: Engine) -> None:
     """A prompt that happens to be the stream of a composed request has other positions and states."""
     ask = first_turn()
-    stream = Ask(hypic.call(stream_of, ask))
+    stream = hypic.call(stream_of, ask)
     assert len(stream.tokens) > 2 * BLOCK
 
     hypic.ask(ask)

@@ -31,14 +31,12 @@ BOUND = 0.15
 """On logprobs of the whole vocabulary; measured: below 0.05, as much between stock engines, and above 7
 between two prompts."""
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+MROPE = ROPE | {"mrope_section": [2, 3, 3], "mrope_interleaved": True}
 DELTA_NET = {
     **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
-    "rope_parameters": {
-        **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-        **{"mrope_section": [2, 3, 3], "mrope_interleaved": True},
-    },
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64, "rope_parameters": MROPE},
 }
 EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2},
@@ -73,14 +71,11 @@ def twice(path: Path, text_path: Path) -> None:
         save_mamba2_model(folder, name="NemotronH")
 
 
+NO_IMAGES = {"limit_mm_per_prompt": {"image": 0}}
 MINICPM = {"model_type": "qwen3_5_text", **DELTA_NET}
 WRAPPERS = [
     # vLLM does not load the vision half as transformers 5.19 writes it.
-    Wrapper(
-        "lfm2-vl",
-        partial(seeing, name="Lfm2Vl", text=CONVOLUTIONS),
-        args={"limit_mm_per_prompt": {"image": 0}},
-    ),
+    Wrapper("lfm2-vl", partial(seeing, name="Lfm2Vl", text=CONVOLUTIONS), args=NO_IMAGES),
     Wrapper("minicpm-v-4.6", partial(seeing, name="MiniCPMV4_6", text=MINICPM, norm_center=0)),
     Wrapper(
         "intern-s2-preview",
@@ -102,8 +97,7 @@ def test_answers_are_those_of_the_language_half(
         with config_of(whole) as config:
             config["architectures"] = [model.architecture]
     args: dict[str, Any] = {"max_logprobs": -1, "enable_prefix_caching": False}
-    with start_engine(text, **args) as engine:
-        theirs = engine.ask_one_by_one(*ASKS)
+    theirs = start_engine(text, **args).ask_and_close(*ASKS)
     with start_engine(whole, **args, **model.args) as engine:
         ours = engine.ask_one_by_one(*ASKS)
         (warm,) = engine.ask(COMPOSED)

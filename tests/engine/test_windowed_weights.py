@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, SmolLM3Config, SmolLM3
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, all_same, run_apart
-from .test_oracle_agreement import Distance, distance
+from .test_oracle_agreement import Distance, distance, first_token
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -53,15 +54,8 @@ def parts(smollm2: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def separator(smollm2: Path) -> int:
-    return int(AutoTokenizer.from_pretrained(smollm2).convert_tokens_to_ids(SEPARATOR))
-
-
-def whole(parts: list[list[int]]) -> list[int]:
-    return [token for part in parts for token in part]
-
-
-def composed(parts: list[list[int]], separator: int) -> list[int]:
+def composed(smollm2: Path, parts: list[list[int]]) -> list[int]:
+    separator = AutoTokenizer.from_pretrained(smollm2).convert_tokens_to_ids(SEPARATOR)
     return [token for part in parts for token in (*part, separator)][:-1]
 
 
@@ -72,19 +66,13 @@ def engine(every: int, module_engine: EngineFactory, smollm2: Path) -> Iterator[
         yield started
 
 
-def first_token(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    (answer,) = engine.ask(Ask(tuple(tokens), 1, sampling={"logprobs": -1}))
-    return torch.tensor([answer.first[token] for token in range(len(answer.first))], dtype=torch.float64)
-
-
 def by_transformers(folder: str, tokens: list[int], overrides: Overrides) -> torch.Tensor:
     """The next token's logprobs ``[vocabulary]`` by SmolLM3's forward: Llama's with windows by layer."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     own = model.config.to_dict()
-    shared = {k: own[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "rope_parameters")}
-    shared |= {k: own[k] for k in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")}
-    shared |= {k: own[k] for k in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")}
-    shared |= {k: own[k] for k in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    names = "vocab_size hidden_size intermediate_size rope_parameters rms_norm_eps max_position_embeddings"
+    names += " num_hidden_layers num_attention_heads num_key_value_heads tie_word_embeddings"
+    shared = {name: own[name] for name in f"{names} pad_token_id bos_token_id eos_token_id".split()}
     rotated = [1] * own["num_hidden_layers"]
     config = SmolLM3Config(**shared, **overrides, use_sliding_window=True, no_rope_layers=rotated)
     config._attn_implementation = "eager"
@@ -98,7 +86,7 @@ def by_transformers(folder: str, tokens: list[int], overrides: Overrides) -> tor
 def test_prompts_beyond_a_window_agree_with_transformers(
     engine: Engine, every: int, smollm2: Path, parts: list[list[int]], engine_logs: Path
 ) -> None:
-    log, tokens = engine_logs / "transformers.log", whole(parts)
+    log, tokens = engine_logs / "transformers.log", [*chain(*parts)]
     ours = first_token(engine, tokens)
 
     def largest(width: int) -> float:
@@ -120,10 +108,10 @@ def oracle(every: int, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_records_in_windowed_layers_agree_with_the_oracle(
-    engine: Engine, oracle: Oracle, parts: list[list[int]], separator: int
+    engine: Engine, oracle: Oracle, parts: list[list[int]], composed: list[int]
 ) -> None:
     lead, *segments, query = parts
-    ours = first_token(engine, composed(parts, separator))
+    ours = first_token(engine, composed)
 
     def far(fault: str | None = None) -> Distance:
         return distance([ours], [oracle.next_token_logprobs(lead, segments, query, fault=fault)])
@@ -133,13 +121,14 @@ def test_records_in_windowed_layers_agree_with_the_oracle(
 
 
 def test_a_window_that_holds_the_prompt_changes_no_bit(
-    every: int, module_engine: EngineFactory, smollm2: Path, parts: list[list[int]], separator: int
+    every: int, module_engine: EngineFactory, smollm2: Path, parts: list[list[int]], composed: list[int]
 ) -> None:
     """Against the model as it is: plain and composed prompts, and tokens generated behind them."""
-    asks = [Ask(tuple(tokens), 8) for tokens in (whole(parts), composed(parts, separator))]
-    found = []
-    for overrides in ({}, windows(every, WIDE)):
-        with module_engine(smollm2, options=OPTIONS, **SIZES, hf_overrides=overrides) as started:
-            found.append([started.ask(ask)[0] for ask in (*asks, asks[-1])])
-    assert all_same(*found)
-    assert found[1][2].cached > 0
+    plain, marked = (Ask(tuple(tokens), 8) for tokens in (chain(*parts), composed))
+    before, windowed = (
+        module_engine(smollm2, options=OPTIONS, **SIZES, hf_overrides=given).ask_and_close(
+            plain, marked, marked
+        )
+        for given in ({}, windows(every, WIDE))
+    )
+    assert all_same(before, windowed) and windowed[2].cached > 0

@@ -6,33 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from vllm_hypic.harness import random_models
 
-from .tiny_models import SMALL
-from .tiny_vision import FIRST_SPECIAL_ID, save_tokens
+from .tiny_models import PT, SMALL
+from .tiny_vision import FIRST_SPECIAL_ID, QWEN_TOWER, save_tokens
 
-TEXTS = {
-    "audio": "<|AUDIO|>",
-    "audio_bos": "<|audio_bos|>",
-    "audio_eos": "<|audio_eos|>",
-    "image": "<|IMAGE|>",
-    "video": "<|VIDEO|>",
-    "vision_bos": "<|vision_bos|>",
-    "vision_eos": "<|vision_eos|>",
-}
+TEXTS = {"audio": "<|AUDIO|>", "audio_bos": "<|audio_bos|>", "audio_eos": "<|audio_eos|>"}
+TEXTS |= {"image": "<|IMAGE|>", "video": "<|VIDEO|>"}
+TEXTS |= {"vision_bos": "<|vision_bos|>", "vision_eos": "<|vision_eos|>"}
 """What processors ask the tokenizer for."""
 AUDIO_ID, START_ID, END_ID, IMAGE_ID, VIDEO_ID, SEEN_ID, SEEN_END_ID = range(
     FIRST_SPECIAL_ID, FIRST_SPECIAL_ID + len(TEXTS)
 )
 MEL_BINS = 16
-TOWER = {
-    "num_mel_bins": MEL_BINS,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 128,
-    "d_model": 64,
-}
+TOWER = {"num_mel_bins": MEL_BINS, "d_model": 64}
+TOWER |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 128}
 
 
 def save_audio(path: Path, name: str, text: dict[str, Any]) -> Path:
@@ -70,10 +60,9 @@ def _save_qwen2_5_omni(path: Path, text: dict[str, Any]) -> None:
     import transformers
 
     hidden = text["hidden_size"]
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
     config = transformers.Qwen2_5OmniThinkerConfig(
         audio_config=TOWER | {"output_dim": hidden},
-        vision_config=vision | {"out_hidden_size": hidden, "fullatt_block_indexes": [0]},
+        vision_config=QWEN_TOWER | {"out_hidden_size": hidden, "fullatt_block_indexes": [0]},
         text_config=text,
         audio_token_index=AUDIO_ID,
         image_token_index=IMAGE_ID,
@@ -84,27 +73,15 @@ def _save_qwen2_5_omni(path: Path, text: dict[str, Any]) -> None:
     model = transformers.Qwen2_5OmniThinkerForConditionalGeneration(config)
     _randomise(model.model, model.lm_head, model.audio_tower, model.visual.merger)
     _save_weights(path, {"thinker": model})
-    whole = transformers.Qwen2_5OmniConfig(
-        thinker_config=config.to_dict(), architectures=["Qwen2_5OmniModel"]
-    )
-    whole.save_pretrained(path)
-    transformers.Qwen2_5OmniProcessor(
-        transformers.Qwen2VLImageProcessor(),
-        transformers.Qwen2VLVideoProcessor(),
-        _extractor(),
-        _tokenizer(path),
-    ).save_pretrained(path)
+    named = {"architectures": ["Qwen2_5OmniModel"]}
+    transformers.Qwen2_5OmniConfig(thinker_config=config.to_dict(), **named).save_pretrained(path)
+    seeing = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+    transformers.Qwen2_5OmniProcessor(*seeing, _extractor(), _tokenizer(path)).save_pretrained(path)
 
 
 def _save_weights(path: Path, parts: dict[str, torch.nn.Module]) -> None:
-    from safetensors.torch import save_file
-
-    weights = {
-        f"{part}.{name}": weight
-        for part, module in parts.items()
-        for name, weight in module.state_dict().items()
-    }
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    weights = {f"{part}.{n}": w for part, module in parts.items() for n, w in module.state_dict().items()}
+    save_file(weights, path / "model.safetensors", metadata=PT)
 
 
 def _randomise(language: torch.nn.Module, head: torch.nn.Module, *encoders: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from vllm_hypic.harness.random_models import save_text_model
 
 from . import tiny_models, tiny_vision
-from .test_vision_text import DELTA_NET, EXPERTS
+from .test_vision_text import DELTA_NET, EXPERTS, ROPE
 from .tiny_models import PT, Weights, config_of, weights_of
 
 DRAFT_LAYERS = 2
@@ -109,11 +109,11 @@ def save_falcon(path: Path, draft: Path, head: Path) -> None:
     with weights_of(path) as weights:
         _read_alone(weights, "final_layernorm")
     names = {"feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm", "final_layernorm": "norm"}
-    own: Weights = {}
-    for name, weight in weights.items():
-        if ".mamba." not in name:
-            parts = [names.get(part, part) for part in name.split(".")]
-            own[".".join(parts)] = weight
+    own: Weights = {
+        ".".join(names.get(part, part) for part in name.split(".")): weight
+        for name, weight in weights.items()
+        if ".mamba." not in name
+    }
     llama = {"model_type": "llama", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False}
     _save(path, draft, own, "LlamaForCausalLM", **llama)
     _save(path, head, _head_of(own), "LlamaForCausalLM", **llama)
@@ -123,9 +123,7 @@ def save_another(draft: Path, path: Path) -> None:
     """One whose K and V are not the model's: both show where they are mistaken for each other."""
     shutil.copytree(draft, path)
     with weights_of(path) as weights:
-        for name in weights:
-            if "k_proj" in name or "v_proj" in name:
-                weights[name] = weights[name].flip(0)
+        weights |= {n: w.flip(0) for n, w in weights.items() if "k_proj" in n or "v_proj" in n}
 
 
 def save_qwen(path: Path, draft: Path, linear: int = 3) -> None:
@@ -161,16 +159,13 @@ def save_qwen(path: Path, draft: Path, linear: int = 3) -> None:
     _save(path, draft, given, "Qwen3ForCausalLM", **qwen, rope_parameters=rope, dtype="bfloat16")
 
 
-TEXT = DELTA_NET | {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-}
+WITH_EXPERTS = DELTA_NET | EXPERTS
+SAVE = partial(tiny_models.save, norm_center=0.0)
 SAVED: dict[str, Any] = {
-    "qwen3.5": partial(tiny_models.save, name="Qwen3_5Text", fields=DELTA_NET, norm_center=0.0),
+    "qwen3.5": partial(SAVE, name="Qwen3_5Text", fields=DELTA_NET),
     "qwen3.5-vision": partial(tiny_vision.save_vision, name="Qwen3_5", text=DELTA_NET, norm_center=0.0),
-    "qwen3.5-moe": partial(
-        tiny_models.save, name="Qwen3_5MoeText", fields=DELTA_NET | EXPERTS, norm_center=0.0
-    ),
-    "qwen3-next": partial(tiny_models.save, name="Qwen3Next", fields=TEXT | EXPERTS, norm_center=0.0),
+    "qwen3.5-moe": partial(SAVE, name="Qwen3_5MoeText", fields=WITH_EXPERTS),
+    "qwen3-next": partial(SAVE, name="Qwen3Next", fields=WITH_EXPERTS | {"rope_parameters": ROPE}),
 }
 """A linear layer and one of attention."""
 

@@ -16,17 +16,9 @@ from vllm_hypic.harness import random_models
 Weights = dict[str, torch.Tensor]
 PT = {"format": "pt"}
 SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-    "tie_word_embeddings": False,
+    **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3},
 }
 
 

@@ -16,12 +16,8 @@ from .tiny_models import SMALL
 SPECIAL = ("image", "video", "image_start", "image_end", "image_thumbnail", "image_id_start", "image_id_end")
 SPECIAL += ("slice_start", "slice_end")
 """What image processors ask the tokenizer for."""
-QWEN_NAMES = {
-    "image": "image_pad",
-    "video": "video_pad",
-    "image_start": "vision_start",
-    "image_end": "vision_end",
-}
+QWEN_NAMES = {"image": "image_pad", "video": "video_pad"}
+QWEN_NAMES |= {"image_start": "vision_start", "image_end": "vision_end"}
 FIRST_SPECIAL_ID = 480
 """Ids behind the words are left to the engine."""
 IMAGE_ID = FIRST_SPECIAL_ID
@@ -42,14 +38,8 @@ class Vision:
 
 
 _SIGLIP = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-_QWEN = {
-    "patch_size": 14,
-    "depth": 1,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 2,
-    "out_hidden_size": 128,
-}
+QWEN_TOWER = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2}
+_QWEN = QWEN_TOWER | {"patch_size": 14, "out_hidden_size": 128}
 _QWEN_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLVideoProcessor")
 VISIONS = {
     "Qwen2VL": Vision({"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}, _QWEN_PROCESSORS),
@@ -103,7 +93,9 @@ def save_vision(
                 weight.normal_(0, weight.shape[1] ** -0.5)
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    _save_processors(path, vision)
+    save_tokens(path, {f"{name}_token": f"<|{QWEN_NAMES.get(name, name)}|>" for name in SPECIAL})
+    for processor in vision.processors:
+        getattr(transformers, processor)().save_pretrained(path)
     if text_path is not None:
         alone = transformers.AutoModelForCausalLM.from_config(config.text_config, dtype=torch.float32)
         alone.model.load_state_dict(language["language_model"].state_dict())
@@ -111,14 +103,6 @@ def save_vision(
         alone.save_pretrained(text_path)
         random_models.save_tokenizer(text_path, SMALL["vocab_size"])
     return path
-
-
-def _save_processors(path: Path, vision: Vision) -> None:
-    import transformers
-
-    save_tokens(path, {f"{name}_token": f"<|{QWEN_NAMES.get(name, name)}|>" for name in SPECIAL})
-    for processor in vision.processors:
-        getattr(transformers, processor)().save_pretrained(path)
 
 
 def save_tokens(path: Path, special: dict[str, str]) -> Any:

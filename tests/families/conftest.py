@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine.conftest import EngineFactory, engine_logs, module_engine, start_engine
+from engine.conftest import EngineFactory, context_file, engine_logs, module_engine, start_engine
 from engine.engines import Engine
-from engine.test_contexts_and_islands import context_file
 
 from .contract import DUMMY, Models, Served
 from .rows import Case, LayerCase
@@ -60,7 +59,6 @@ def served(
 def layer(
     request: pytest.FixtureRequest, module_engine: EngineFactory, models: Models
 ) -> Iterator[tuple[Engine, LayerCase]]:
-    """An engine with a model of one layer."""
     case: LayerCase = request.param
     folder = models(f"layer-{case.layer.name}", case.layer.save)
     with module_engine(folder, max_logprobs=-1, **case.layer.engine_args(case.dtype)) as started:
