@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine.conftest import CONTEXT
 from engine.engines import Answer, Ask, Engine, prompt, run_apart
-from engine.test_contexts_and_islands import CONTEXT, asking
-from engine.test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, VOCABULARY, Distance, distance, texts
+from engine.test_contexts_and_islands import asking
+from engine.test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, VOCABULARY, Distance, distance, texts, whole
 from oracle import Oracle, random_segments
 from oracle.oracle import LinearRecord
 
@@ -34,6 +35,10 @@ class Text:
     query: list[int]
 
     @property
+    def parts(self) -> tuple[list[int], list[list[int]], list[int]]:
+        return self.lead, self.segments, self.query
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """With separators."""
         return prompt(*self.segments, lead=self.lead, query=self.query)
@@ -41,7 +46,7 @@ class Text:
     @property
     def whole(self) -> list[int]:
         """The logical prompt."""
-        return [*self.lead, *(token for segment in self.segments for token in segment), *self.query]
+        return whole(*self.parts)
 
     def asking(self) -> Text:
         """With words of two documents in the query, so that islands are chosen there."""
@@ -158,10 +163,7 @@ class Served:
 
     def error(self, ours: Sequence[torch.Tensor], **method: Any) -> float:
         """How far answers to the composed texts are from the oracle's."""
-        theirs = [
-            self.oracle.next_token_logprobs(text.lead, text.segments, text.query, **method)
-            for text in self.texts
-        ]
+        theirs = [self.oracle.next_token_logprobs(*text.parts, **method) for text in self.texts]
         return self.weighed(distance(ours, theirs))
 
     def weighed(self, found: Distance) -> float:
@@ -212,8 +214,12 @@ class Models:
         return path
 
 
+def marked(case: Any, fast: bool) -> Any:
+    """The parameter, which may be slow."""
+    return pytest.param(case, id=str(case), marks=() if fast else pytest.mark.slow)
+
+
 def each(name: str, cases: Sequence[Any], *, fast: bool = False) -> Any:
     """Parametrise ``name`` by these cases, of which those that represent their family may be fast."""
-    slow = [() if fast and getattr(case, "fast", False) else pytest.mark.slow for case in cases]
-    params = [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(cases, slow, strict=True)]
+    params = [marked(case, fast and getattr(case, "fast", False)) for case in cases]
     return pytest.mark.parametrize(name, params, indirect=name in ("served", "layer"))

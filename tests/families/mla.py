@@ -47,10 +47,8 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
     query = torch.randn(rows, heads, impl.qk_nope_head_dim + rope, generator=rng)
     cache = torch.zeros_like(layer.kv_cache[:2])
     plan = CapturePlan(0, columns, 0, slots, None, leading=False)
-    captured = StepContext(
-        [], [capture_row("r", BatchRow(0, 0, columns, 0, columns), plan)], torch.device("cpu")
-    )
-    link.runtime.step = captured
+    captured = capture_row("r", BatchRow(0, 0, columns, 0, columns), plan)
+    link.runtime.step = StepContext([], [captured], torch.device("cpu"))
     nowhere = torch.full((columns,), -1)
     impl.do_kv_cache_update(
         latent[:columns], rotated(key[:columns], np.arange(columns)), cache, nowhere, "auto", None
@@ -71,10 +69,8 @@ def errors_at(llm: Any, position: int) -> dict[str | None, float]:
     def wanted(fault: str | None = None) -> torch.Tensor:
         public, at = key[:columns].double(), np.arange(position, position + columns)
         public = rotated(public, np.arange(columns)) if fault == "rotated_twice" else public
-        keys = [
-            public if fault == "not_rotated" else rotated(public, at),
-            rotated(key[columns:].double(), own),
-        ]
+        public = public if fault == "not_rotated" else rotated(public, at)
+        keys = [public, rotated(key[columns:].double(), own)]
         up = torch.einsum("tr,hpr->thp", latent.double(), layer.W_UK_T.double())
         k = torch.cat([up, torch.cat(keys).expand(-1, heads, -1)], -1)
         v = torch.einsum("tr,hrv->thv", latent.double(), layer.W_UV.double())
@@ -104,5 +100,5 @@ def longer_questions_go_on(served: Served) -> None:
     prefix cache."""
     first_token(served.engine, Ask(TEXT.tokens))
     text = replace(TEXT, query=[*QUERY, *THIRD])
-    theirs = served.oracle.next_token_logprobs(text.lead, text.segments, text.query)
+    theirs = served.oracle.next_token_logprobs(*text.parts)
     assert largest(first_token(served.engine, Ask(text.tokens)), theirs) <= 2 * served.bound

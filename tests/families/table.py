@@ -13,28 +13,21 @@ from typing import Any
 
 import torch
 from engine import tiny_models, tiny_vision
-from oracle import (
-    Gemma2Oracle,
-    MaskedOracle,
-    MLAOracle,
-    OlmoOracle,
-    Oracle,
-    ShortConvOracle,
-    fla,
-    kimi_models,
-    mamba_oracle,
-    models,
-    ring_models,
-    save_mamba1_model,
-    save_mamba2_model,
-    save_olmo_model,
-)
+from engine.test_vision_text import EXPERTS as MOE
+from engine.test_vision_text import MROPE
+from oracle import Oracle, fla, kimi_models, mamba_oracle, models, ring_models, save_mamba1_model
 from oracle.delta import DeltaInputs
 from oracle.faults import SOFT_CAP_FAULTS, WINDOW_FAULTS
 from oracle.fla_models import save_fla_model
+from oracle.gemma2 import Gemma2Oracle
 from oracle.kimi import KimiDeltaOracle
 from oracle.mamba_models import EXPERTS
 from oracle.mamba_models import MAMBA2 as MAMBA2_MODELS
+from oracle.mamba_models import save_mamba_model as save_mamba2_model
+from oracle.masked import MaskedOracle
+from oracle.mla import MLAOracle
+from oracle.olmo import OlmoOracle, save_olmo_model
+from oracle.short_conv import ShortConvOracle
 
 from vllm_hypic.patches import (
     cpu_bailing_recurrence,
@@ -45,7 +38,7 @@ from vllm_hypic.patches import (
     cpu_rope_heads,
 )
 
-from . import lightning, mamba, mla, short_conv, windows
+from . import lightning, mla, own
 from .contract import METHODS, SEAMS
 from .rows import BF16, CHUNKS, F32, FULL, LINEAR, SLIDING, WHOLE, Case, LayerCase, Life, families, layers
 
@@ -108,7 +101,7 @@ MAMBA2 = families(
     {
         "mamba2": FIRST
         | {"save": NEMOTRON, "prefix": BOTH}
-        | {"own": (mamba.transitions_are_the_records, mamba.rows_apart_have_stock_bits)},
+        | {"own": (own.transitions_are_the_records, own.rows_apart_have_stock_bits)},
         **{
             name: {"save": partial(save_mamba2_model, name=name)} | (ZAMBA2 if name == "Zamba2" else {})
             for name in MAMBA2_MODELS
@@ -117,7 +110,7 @@ MAMBA2 = families(
 )
 JAMBA = partial(save_mamba1_model, name="Jamba")
 MAMBA1 = families(
-    MAMBA | {"mended": cpu_mamba1.apply, "own": (mamba.transitions_are_the_records,)},
+    MAMBA | {"mended": cpu_mamba1.apply, "own": (own.transitions_are_the_records,)},
     {
         "mamba1": FIRST | {"save": JAMBA, "prefix": BOTH},
         "mamba1-experts": {"save": partial(JAMBA, **EXPERTS, seed=3)},
@@ -256,7 +249,7 @@ SHORT_CONV = families(
         "short-convolutions": FIRST
         | {"save": SAVE_LFM2, "stock": STOCK_ROPE, "methods": NO_NAIVE}
         | {"planted": {F32: {"no_conv_tail": 30}}, "seen": {F32: 30}, "islands_seen": 30}
-        | {"own": (short_conv.tails_are_the_records, short_conv.naive_is_refused)}
+        | {"own": (own.tails_are_the_records, own.naive_is_refused)}
     },
 )
 
@@ -291,7 +284,7 @@ WINDOWS = families(
     | {"oracle": Oracle, "kl": True, "cases": (ALL[0], *ALL[2:]), "methods": (*SEAMS, "behind-a-text")}
     | {"planted": {F32: dict.fromkeys(WINDOW_FAULTS, 100.0), BF16: dict.fromkeys(WINDOW_FAULTS, 1.2)}}
     | {"seen": {F32: 100, BF16: 1.2}, "faults": (*WINDOW_FAULTS, "wrong_rotation"), "without": NO_STATES}
-    | {"own": (windows.islands_behind_a_text, windows.a_window_is_what_stock_says)},
+    | {"own": (own.islands_behind_a_text, own.a_window_is_what_stock_says)},
     {
         "windows": FIRST
         | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(32)},
@@ -317,7 +310,7 @@ SHARED_KV = families(
     | {"cases": (ALL[0], (BF16, 256)), "without": NO_ISLANDS, "compared": {BF16: False}}
     | {"planted": {F32: {"readers_without_public": 100.0}}, "faults": (*SHARED_FAULTS, *WINDOW_FAULTS)}
     # Bfloat16 tells the smallest fault by little.
-    | {"seen": {F32: 100, BF16: 1.1}, "own": (windows.records_hold_what_layers_own,)},
+    | {"seen": {F32: 100, BF16: 1.1}, "own": (own.records_hold_what_layers_own,)},
     {
         "shared-kv": {"save": partial(models.save_shared_kv_model, name="Gemma3nText", window=40)}
         | {"oracle": partial(MaskedOracle, by_embeddings=True), "fast": True, "life": Life(32)},
@@ -355,14 +348,6 @@ def tiny(name: str, fields: dict[str, Any], **more: Any) -> Callable[..., Any]:
     return partial(tiny_models.save, name=name, fields=fields, **more)
 
 
-MOE: dict[str, Any] = {
-    **{"num_experts": 4, "num_experts_per_tok": 2},
-    **{"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
-}
-MROPE = {
-    **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-    **{"mrope_section": [2, 3, 3], "mrope_interleaved": True},
-}
 PAIR: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": [LINEAR, FULL]}
 FOUR_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 32}
 GRANITE_EXPERTS = MAMBA2_MODELS["GraniteMoeHybrid"] | PAIR | FOUR_EXPERTS | {"num_local_experts": 4}

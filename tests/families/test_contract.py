@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.conftest import EngineFactory
-from engine.engines import Ask, Engine, audit, prompt, same
+from engine.engines import Ask, Engine, prompt, same
 from engine.test_compiled import compiled, mode_and_calls
 from engine.test_contexts_and_islands import ISLANDS, forget_streams, island_runs, islands_of
 from oracle.faults import CONTEXT_FAULTS
@@ -32,6 +32,7 @@ from .contract import (
     exact,
     first_token,
     largest,
+    marked,
     plain_asks,
     steps_apart,
     whole_vocabulary,
@@ -75,11 +76,9 @@ def test_cold_and_warm_are_bit_identical(served: Served) -> None:
     ask = replace(COMPOSED, max_tokens=served.case.family.generated, sampling={"logprobs": -1})
     cold, warm = served.engine.ask_one_by_one(ask, ask)
     assert warm.cached > cold.cached == 0 and same(cold, warm)
-    given = (TEXT.lead, TEXT.segments, TEXT.query)
-    theirs = served.oracle.next_token_logprobs(*given, generated=warm.tokens[:-1])
+    theirs = served.oracle.next_token_logprobs(*TEXT.parts, generated=warm.tokens[:-1])
     assert largest(whole_vocabulary(warm.logprobs[0][-1]), theirs) <= 2 * served.bound
-    left = served.engine.call(audit)
-    assert left.clean, left
+    served.engine.check_clean()
 
 
 @each("served", CASES, fast=True)
@@ -96,7 +95,7 @@ def test_one_batch_of_all_kinds(served: Served) -> None:
     for one, beside in zip(alone, served.engine.ask(*asks), strict=True):
         assert one.tokens == beside.tokens or served.case.dtype != F32
         assert steps_apart(one, beside) <= served.bound
-    assert served.engine.call(audit).clean
+    served.engine.check_clean()
 
 
 COMPARED = [
@@ -107,12 +106,7 @@ COMPARED = [
 
 
 @pytest.mark.parametrize(
-    "served",
-    [
-        pytest.param(case, id=str(case), marks=() if case.family.compared[case.dtype] else pytest.mark.slow)
-        for case in COMPARED
-    ],
-    indirect=True,
+    "served", [marked(case, case.family.compared[case.dtype]) for case in COMPARED], indirect=True
 )
 def test_plain_requests_are_stock_bit_for_bit(
     served: Served, start_engine: EngineFactory, models: Models
@@ -175,8 +169,7 @@ def test_islands(served: Served, seam: int) -> None:
     layout |= {"island_runs": served.engine.call(island_runs)}
 
     def error(fault: str | None = None) -> float:
-        given = (text.lead, text.segments, text.query)
-        return largest(ours, served.oracle.next_token_logprobs(*given, fault=fault, **layout))
+        return largest(ours, served.oracle.next_token_logprobs(*text.parts, fault=fault, **layout))
 
     assert error() <= served.bound
     attends = set(served.oracle.layer_types) != {"linear_attention"}
@@ -193,7 +186,7 @@ def test_a_second_turn_goes_on_from_the_streams_blocks(served: Served) -> None:
     text = replace(TEXT, query=[*question, *more])
     (reused,) = served.engine.ask(Ask(text.tokens, 1, sampling={"logprobs": -1}))
     assert reused.cached > 545 + 500, "records alone are 545"
-    theirs = served.oracle.next_token_logprobs(text.lead, text.segments, text.query)
+    theirs = served.oracle.next_token_logprobs(*text.parts)
     assert largest(whole_vocabulary(reused.first), theirs) <= served.bound
 
 
@@ -205,8 +198,7 @@ def test_planted_faults_are_seen(served: Served) -> None:
     for fault in served.oracle.faults() if family.faults is None else family.faults:
         found = [served.error(ours, fault=fault)]
         if served.case.dtype == F32:
-            given = (ONE_TOKEN.lead, ONE_TOKEN.segments, ONE_TOKEN.query)
-            theirs = served.oracle.next_token_logprobs(*given, fault=fault, head=8, tail=0)
+            theirs = served.oracle.next_token_logprobs(*ONE_TOKEN.parts, fault=fault, head=8, tail=0)
             found.append(largest(tail, theirs))
         assert max(found) > family.seen[served.case.dtype] * served.bound, f"{fault}: {found}"
 
@@ -225,10 +217,10 @@ def test_prefix_caches_agree(family: Family, dtype: str, start_engine: EngineFac
     turns = [question, [*question, *more], [*question, *other], question]
     asks = [Ask(tuple(turn), max_tokens=4) for turn in turns]
     folder, chunks = models(family.name, family.save), {"max_num_batched_tokens": 512}
-    with start_engine(folder, **family.stock_args(dtype), **chunks) as stock:
-        theirs = stock.ask_one_by_one(*asks)
-    with start_engine(folder, **family.engine_args(dtype), **chunks) as engine:
-        ours = engine.ask_one_by_one(*asks)
+    theirs, ours = (
+        start_engine(folder, **args, **chunks).ask_and_close(*asks)
+        for args in (family.stock_args(dtype), family.engine_args(dtype))
+    )
     assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[1].cached > 0
     assert all(map(same, ours, theirs))
 
@@ -244,7 +236,7 @@ def test_one_layer_is_full_recompute(layer: tuple[Engine, LayerCase]) -> None:
     engine.reset()
     cold, warm = engine.ask_one_by_one(COMPOSED, COMPOSED)
     assert warm.cached > cold.cached == 0 and same(cold, warm)
-    assert engine.call(audit).clean
+    engine.check_clean()
 
 
 @each("case", [case for case in LAYER_CASES if case.dtype in case.layer.compiled])

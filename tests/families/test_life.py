@@ -8,45 +8,32 @@ As ``tests/engine`` has it of the gated delta net, in ``test_concurrency.py``, `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine import test_transfer
-from engine.conftest import EngineFactory, tight_args, tight_options
-from engine.engines import (
-    Answer,
-    Ask,
-    Engine,
-    audit,
-    distance,
-    metrics,
-    pool_unit_bytes,
-    prompt,
-    same,
-    store_of,
-    worker_of,
-)
+from engine.conftest import EngineFactory, checked, tight_args, tight_options
+from engine.engines import SEP, Answer, Ask, Engine, distance, pool_unit_bytes, prompt, same, worker_of
 from engine.staged_copies import staged
-from engine.test_checkpoints import RESUMED
+from engine.test_checkpoints import fresh, resumed
 from engine.test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
+from engine.test_store import empty_pool, stored, tier_counts
 from oracle import random_segments
 
-from vllm_hypic.harness.processes import free_port
-from vllm_hypic.segment_parallel.sender import Sender
+from vllm_hypic.harness.client import completion, separator_of
+from vllm_hypic.harness.cluster import Cluster, Setup
 
 from .contract import COMPOSED, Models
 from .rows import BF16, F32, Family
-from .table import LIVES
+from .table import FAMILIES, LIVES
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=LIVES.values(), ids=LIVES)
 def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
-    return found
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +50,14 @@ def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, mode
     with start_engine(model, **family.engine_args(F32)) as engine:
         units = engine.call(pool_unit_bytes)
     with start_engine(model, options=tight_options(units), **args | family.engine_args(F32)) as engine:
-        ours, counted = measure(engine, asks), engine.call(metrics)
-        left = engine.call(audit)
+        ours, counted = measure(engine, asks), engine.metrics()
+        engine.check_clean()
     assert (counted["vllm:num_preemptions"] > 0) == family.life.grows
-    assert counted["vllm:hypic_evictions"] > 0 and counted["vllm:hypic_segments_hit"] > 0 and left.clean
+    assert counted["vllm:hypic_evictions"] > 0 and counted["vllm:hypic_segments_hit"] > 0
     assert ours.first_max <= NOISE_FACTOR * stock.first_max + MAX_FLOOR, (ours, stock)
 
 
 # -- records elsewhere -----------------------------------------------------------------------------------
-
-
-def drained(llm: Any) -> bool:
-    done: bool = store_of(llm).drain(30)
-    return done
-
-
-def hits(llm: Any) -> int:
-    found: int = store_of(llm).stats().tiers["disk"].hits
-    return found
 
 
 def test_records_come_back_from_disk(
@@ -88,35 +65,46 @@ def test_records_come_back_from_disk(
 ) -> None:
     """Bit for bit, and without another prefill."""
     disk = {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
-    args = family.engine_args(BF16) | {"options": {"store": {"tiers": [disk]}}}
+    args = family.engine_args(BF16) | {"options": stored(disk)}
     with start_engine(model, **args) as first:
         (cold,) = first.ask(COMPOSED)
-        assert first.call(drained)
+        first.call(empty_pool)
     with start_engine(model, **args) as second:
         (warm,) = second.ask(COMPOSED)
-        assert second.call(hits) == 4
+        assert second.call(tier_counts, "disk")["hits"] == 4
     assert same(warm, cold)
 
 
 def test_records_of_another_instance(start_engine: EngineFactory, family: Family, model: Path) -> None:
     """They leave, at once and by copies as on a device, and land: nothing is computed."""
-    here, events = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    options = {"segment_parallel": {"listen": here, "events": events}}
+    options = test_transfer.instance(here := test_transfer.place())
     with start_engine(model, options=options, **family.engine_args(BF16)) as engine:
         records = test_transfer.pushed(engine)
         with staged(engine):
             assert test_transfer.pushed(engine) == records
         (cold,) = engine.ask(test_transfer.ask())
         engine.call(test_transfer.forget)
-        before, keys = engine.call(test_transfer.computed), [*engine.call(test_transfer.names).values()]
-        with (
-            closing(Sender(engine.call(test_transfer.namespace), None)) as sender,
-            test_transfer.waiting(engine, test_transfer.ask(hypic_remote=keys)) as answers,
-        ):
-            sent = test_transfer.push(sender, here, records)
-            (remote,) = answers.result(test_transfer.BOUND_S)
-        assert all(one.delivered for one in sent), sent
-        assert same(remote, cold) and engine.call(test_transfer.computed) == before
+        assert same(*test_transfer.landed(engine, here, records), cold)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["mamba2", "mamba1-alone"])
+def test_three_servers_and_a_router(name: str, models: Models) -> None:
+    """One has the segments prefilled by the others, and answers as it does alone."""
+    lead, *segments, query = random_segments([160, 480, 64, 320, 96, 224, 400, 24], vocab=480, seed=5)
+    folder = models(name, FAMILIES[name].save)
+    with Cluster(Setup(folder, context=4096, cache_bytes=1 << 26, pool_bytes=1 << 26)) as cluster:
+        (combine,) = cluster.combines
+        separator = separator_of(combine.url)
+        tokens = [separator if token == SEP else token for token in prompt(*segments, lead=lead, query=query)]
+        body = {"prompt": tokens, "max_tokens": 6, "ignore_eos": True}
+        together = completion(cluster.router.url, body, timeout_s=60)
+        alone = completion(combine.url, {**body, "cache_salt": "alone"}, timeout_s=60)
+    assert together.same_as(alone)
+    found = together.breakdown
+    assert found is not None and found.segments is not None
+    assert (found.kind, found.local) == ("parallel", 0)
+    assert [part.source for part in found.segments] == ["dispatched"] * 7
 
 
 # -- segments that grew or were edited -------------------------------------------------------------------
@@ -127,9 +115,9 @@ EDITED = DOCUMENT[:150] + OTHER[:3] + DOCUMENT[153:]
 GROWN = DOCUMENT + OTHER
 # Behind a head of 8, checkpoints stand at 72, 136, 200, 264; of a leading segment at 64, 128.
 ASKS = {
-    "grown": (prompt(GROWN, EDITED, lead=LEAD, query=QUERY), (264 - 8) + (136 - 8)),
-    "grown lead": (prompt(DOCUMENT, lead=LEAD + OTHER, query=QUERY), 128),
-    "no lead": (prompt(EDITED, LEAD, GROWN, query=QUERY), (264 - 8) + (136 - 8)),
+    "grown": (Ask(prompt(GROWN, EDITED, lead=LEAD, query=QUERY), 4), (264 - 8) + (136 - 8)),
+    "grown lead": (Ask(prompt(DOCUMENT, lead=LEAD + OTHER, query=QUERY), 4), 128),
+    "no lead": (Ask(prompt(EDITED, LEAD, GROWN, query=QUERY), 4), (264 - 8) + (136 - 8)),
 }
 ROUNDING = 0.02
 """Of logprobs in float32, where T has the eleven bits of float16."""
@@ -144,34 +132,26 @@ def with_checkpoints(factory: EngineFactory, family: Family, model: Path, every:
     return factory(model, options=options, **ONE_BY_ONE, **family.engine_args(F32))
 
 
-def fresh(engine: Engine, tokens: tuple[int, ...]) -> Answer:
-    """The answer where nothing is cached."""
-    engine.reset()
-    return engine.ask(Ask(tokens, max_tokens=4))[0]
-
-
 @pytest.fixture(scope="module")
 def whole(module_engine: EngineFactory, family: Family, model: Path) -> dict[str, Answer]:
     """Answers of records without checkpoints, which are right by each family's oracle."""
     with with_checkpoints(module_engine, family, model, 0) as engine:
-        return {name: fresh(engine, tokens) for name, (tokens, _) in ASKS.items()}
+        return {name: fresh(engine, ask) for name, (ask, _) in ASKS.items()}
 
 
 @pytest.fixture(scope="module")
 def resuming(module_engine: EngineFactory, family: Family, model: Path) -> Iterator[Engine]:
-    with with_checkpoints(module_engine, family, model, EVERY) as started:
-        yield started
-        assert started.call(audit).clean
+    yield from checked(with_checkpoints(module_engine, family, model, EVERY))
 
 
 @pytest.mark.parametrize("name", ASKS)
 def test_resumed_is_fresh_and_agrees(resuming: Engine, whole: dict[str, Answer], name: str) -> None:
-    tokens, common = ASKS[name]
-    wanted = fresh(resuming, tokens)
-    fresh(resuming, prompt(DOCUMENT, lead=LEAD, query=QUERY))
-    before = resuming.call(metrics).get(RESUMED, 0.0)
-    (found,) = resuming.ask(Ask(tokens, max_tokens=4))
-    assert resuming.call(metrics)[RESUMED] - before == common
+    ask, common = ASKS[name]
+    wanted = fresh(resuming, ask)
+    fresh(resuming, Ask(prompt(DOCUMENT, lead=LEAD, query=QUERY), 4))
+    before = resumed(resuming)
+    (found,) = resuming.ask(ask)
+    assert resumed(resuming) - before == common
     assert same(found, wanted), "a record that was resumed is another than one that was not"
     assert distance(wanted, whole[name]) < ROUNDING
 
@@ -189,10 +169,10 @@ def test_stretches_that_are_not_joined_are_seen(
     resuming: Engine, whole: dict[str, Answer], family: Family
 ) -> None:
     """Where the fault is planted, answers are others: what the tests above see."""
-    tokens, _ = ASKS["no lead"]
+    ask, _ = ASKS["no lead"]
     resuming.call(skip_appending, True)
     try:
-        found = distance(fresh(resuming, tokens), whole["no lead"])
+        found = distance(fresh(resuming, ask), whole["no lead"])
     finally:
         resuming.call(skip_appending, False)
         resuming.reset()
@@ -225,4 +205,4 @@ def test_the_next_turn_is_full_recompute(start_engine: EngineFactory, family: Fa
             full, found = ask(tokens, 4, "full"), ask(tokens, 4)
             assert found.cached == end
             assert distance(found, full) <= TURNS_ROUND
-        assert engine.call(audit).clean
+        engine.check_clean()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine import tiny_models, tiny_vision
 from engine.conftest import EngineFactory
-from engine.engines import Engine, EngineError, metrics
+from engine.engines import Engine
 
 from .contract import COMPOSED, Models, first_token, largest
 
@@ -78,9 +78,6 @@ def engine(
         yield started, chosen
 
 
-# -- beside the engine -------------------------------------------------------------------------------
-
-
 def attention_impls(llm: Any) -> dict[str, Any]:
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     return {name: layer.impl for name, layer in layers.items() if hasattr(layer, "impl")}
@@ -123,9 +120,6 @@ def unscaled(table: torch.Tensor, neox: bool) -> tuple[torch.Tensor, bool]:
     return table / (cos**2 + sin**2).sqrt().repeat(1, 2), neox
 
 
-# -- tests -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.fast("interleaved-partial")
 def test_composed_is_full_recompute(engine: tuple[Engine, Rope]) -> None:
     running, _ = engine
@@ -133,11 +127,7 @@ def test_composed_is_full_recompute(engine: tuple[Engine, Rope]) -> None:
     for extra in METHODS:
         found = largest(first_token(running, replace(COMPOSED, extra=extra)), plain)
         assert found <= BOUND, f"{extra or 'hypic'}: {found:.1e}"
-    assert running.call(reused) > 0, "nothing came from the pool"
-
-
-def reused(llm: Any) -> float:
-    return metrics(llm)["vllm:hypic_tokens_reused"]
+    assert running.metrics()["vllm:hypic_tokens_reused"] > 0, "nothing came from the pool"
 
 
 @pytest.mark.fast("interleaved-partial")
@@ -157,33 +147,10 @@ def test_planted_faults_are_seen(engine: tuple[Engine, Rope]) -> None:
     """Were K rotated by a wrong table, the bound would be broken by a factor of a thousand."""
     running, chosen = engine
     plain, block = first_token(running, COMPOSED.plain()), replace(COMPOSED, extra={"hypic_link": "block"})
-    faults = [one_position_late, other_style]
-    if chosen.name == "yarn":
-        faults.append(unscaled)
-    for fault in faults:
+    for fault in (one_position_late, other_style, *[unscaled] * (chosen.name == "yarn")):
         running.call(plant, fault)
         try:
             found = largest(first_token(running, block), plain)
         finally:
             running.call(restore)
         assert found > 1000 * BOUND, f"{fault.__name__}: {found:.1e}"
-
-
-UNTAPPED = "rotates K by a rotary embedding that the plugin cannot tap"
-LONGROPE: dict[str, Any] = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
-LONGROPE |= {"original_max_position_embeddings": 2048, "partial_rotary_factor": 1.0}
-PHI3 = {"original_max_position_embeddings": 2048, "head_dim": 64, "hidden_size": 256}
-REFUSED = [
-    Rope("longrope", "Phi3", UNTAPPED, rope("longrope", **LONGROPE) | PHI3),
-    # vLLM runs it by transformers' own code, whose rotation is not a layer of vLLM.
-    Rope("transformers", "SmolLM3", UNTAPPED),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chosen", REFUSED, ids=str)
-def test_refused(chosen: Rope, start_engine: EngineFactory, models: Models) -> None:
-    with pytest.raises(EngineError) as error:
-        start_engine(chosen.saved(models))
-    assert error.value.kind == "Unsupported", error.value
-    assert f"layers.0.self_attn.attn {chosen.kind}" in str(error.value)
