@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,10 @@ def by_transformers(folder: str, tokens: list[int], overrides: Overrides) -> tor
     """The next token's logprobs ``[vocabulary]`` by SmolLM3's forward: Llama's with windows by layer."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     own = model.config.to_dict()
-    names = "vocab_size hidden_size intermediate_size rope_parameters rms_norm_eps max_position_embeddings"
-    names += " num_hidden_layers num_attention_heads num_key_value_heads tie_word_embeddings"
-    shared = {name: own[name] for name in f"{names} pad_token_id bos_token_id eos_token_id".split()}
+    shared = {k: own[k] for k in ("vocab_size", "hidden_size", "intermediate_size", "rope_parameters")}
+    shared |= {k: own[k] for k in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")}
+    shared |= {k: own[k] for k in ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")}
+    shared |= {k: own[k] for k in ("pad_token_id", "bos_token_id", "eos_token_id")}
     rotated = [1] * own["num_hidden_layers"]
     config = SmolLM3Config(**shared, **overrides, use_sliding_window=True, no_rope_layers=rotated)
     config._attn_implementation = "eager"
@@ -125,10 +127,8 @@ def test_a_window_that_holds_the_prompt_changes_no_bit(
 ) -> None:
     """Against the model as it is: plain and composed prompts, and tokens generated behind them."""
     plain, marked = (Ask(tuple(tokens), 8) for tokens in (chain(*parts), composed))
+    start = partial(module_engine, smollm2, options=OPTIONS, **SIZES)
     before, windowed = (
-        module_engine(smollm2, options=OPTIONS, **SIZES, hf_overrides=given).ask_and_close(
-            plain, marked, marked
-        )
-        for given in ({}, windows(every, WIDE))
+        start(hf_overrides=given).ask_and_close(plain, marked, marked) for given in ({}, windows(every, WIDE))
     )
     assert all_same(before, windowed) and windowed[2].cached > 0

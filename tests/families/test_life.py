@@ -18,7 +18,8 @@ from engine.engines import SEP, Answer, Ask, Engine, distance, pool_unit_bytes, 
 from engine.staged_copies import staged
 from engine.test_checkpoints import fresh, resumed
 from engine.test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
-from engine.test_store import empty_pool, stored, tier_counts
+from engine.test_store import stored, tier_counts
+from engine.test_tier_checkpoints import written
 from oracle import random_segments
 
 from vllm_hypic.harness.client import completion, separator_of
@@ -68,7 +69,7 @@ def test_records_come_back_from_disk(
     args = family.engine_args(BF16) | {"options": stored(disk)}
     with start_engine(model, **args) as first:
         (cold,) = first.ask(COMPOSED)
-        first.call(empty_pool)
+        first.call(written)
     with start_engine(model, **args) as second:
         (warm,) = second.ask(COMPOSED)
         assert second.call(tier_counts, "disk")["hits"] == 4
