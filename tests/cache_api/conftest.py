@@ -6,9 +6,9 @@ Those that need no server have a registry, and a clock that they set.
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,17 @@ def make_server(folder: Path, name: str, *options: str) -> Server:
     )
 
 
+SEP_PART = {"type": "hypic_sep"}
+
+
+def part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def separated(*texts: str) -> list[dict[str, str]]:
+    return list(chain.from_iterable((SEP_PART, part(text)) for text in texts))[1:]
+
+
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("api")
@@ -94,8 +105,7 @@ def as_router(server: Server, text: str, **options: Any) -> dict[str, Any]:
 
 def choices(response: httpx.Response) -> list[str]:
     assert response.status_code == 200, response.text
-    found = response.json()["choices"]
-    return [c["text"] if "text" in c else c["message"]["content"] for c in found]
+    return [c["text"] if "text" in c else c["message"]["content"] for c in response.json()["choices"]]
 
 
 def usage(response: httpx.Response) -> tuple[int, int]:
@@ -111,13 +121,12 @@ def places(cache: SegmentCache, prompt: str) -> list[str | None]:
 
 def written_all(server: Server) -> None:
     """Wait until no record is on its way to the disk; the engine tells so in steps."""
-    deadline = time.monotonic() + 60
-    while True:
+
+    def written(_: dict[str, float]) -> bool:
         assert post(server, {"prompt": "w1"}).status_code == 200
-        found = server.metrics()
-        if not found["vllm:hypic_store_queued_bytes"]:
-            return
-        assert time.monotonic() < deadline, "records are still to be written"
+        return not server.metrics()["vllm:hypic_store_queued_bytes"]
+
+    server.wait_for_metrics(written)
 
 
 @dataclass

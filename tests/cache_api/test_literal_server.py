@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,22 @@ from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
-from .conftest import REUSED, TOKENS, choices, make_server, post, send, usage, words
+from .conftest import (
+    REUSED,
+    SEP_PART,
+    TOKENS,
+    choices,
+    make_server,
+    part,
+    post,
+    send,
+    separated,
+    usage,
+    words,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TEXTS = PrimitiveTexts()
-SEP_PART = {"type": "hypic_sep"}
 OPTIONS = {"kv_connector": "HypicConnector", "kv_role": "kv_both"} | {
     "kv_connector_extra_config": {"token_texts": {"literal": True}}
 }
@@ -42,14 +52,6 @@ def literal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         log = running.log.read_text(errors="replace")
         assert "JSON body" in log and "details: prompt:" in log, "what vLLM logs of requests"
         assert not (found := WRITTEN.search(log)), log[found.start() - 1000 : found.end() + 100]
-
-
-def part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def separated(*texts: str) -> list[dict[str, str]]:
-    return list(chain.from_iterable((SEP_PART, part(text)) for text in texts))[1:]
 
 
 def tokenized(server: Server, body: dict[str, Any]) -> list[int]:
@@ -117,11 +119,6 @@ def test_compiled_segments_are_named_by_parts(literal: Server) -> None:
     assert refused.status_code == 404 and "'none'" in refused.text
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = (line[6:] for line in response.text.splitlines() if line.startswith("data: {"))
-    return [json.loads(line) for line in lines]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_are_shown_with_the_public_texts(literal: Server, stream: bool) -> None:
     """And who sends back what was shown sends a text, not a boundary."""
@@ -130,7 +127,7 @@ def test_prompts_are_shown_with_the_public_texts(literal: Server, stream: bool) 
     chat = {"messages": [{"role": "user", "content": parts}], "return_prompt_text": True}
     for path, body in ((CHAT, chat), (COMPLETIONS, {"prompt": parts, "echo": True, "logprobs": 1})):
         answer = post(literal, {**body, "stream": stream}, chat=path == CHAT)
-        first = events(answer)[0] if stream else answer.json()
+        first = json.loads(answer.text.partition("\n")[0].removeprefix("data: ")) if stream else answer.json()
         text = first["prompt_text"] if path == CHAT else first["choices"][0]["text"]
         assert text.strip().startswith(shown) and not WRITTEN.search(answer.text)
         cut, not_cut = tokenized(literal, {"prompt": parts}), tokenized(literal, {"prompt": text})
@@ -149,22 +146,16 @@ def test_refusals_repeat_what_the_client_wrote(literal: Server) -> None:
 
 
 def test_what_is_echoed_has_the_public_texts(literal: Server) -> None:
-    # An assistant s last words are echoed with the public texts.
-    messages = [
-        {"role": "user", "content": "w5"},
-        {"role": "assistant", "content": separated("w1", "w2")},
-    ]
+    messages = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": separated("w1", "w2")}]
     body = {"messages": messages, "echo": True, "add_generation_prompt": False}
-    answer = choices(post(literal, body, chat=True))[0]
-    assert answer.startswith(f"w1{TEXTS.sep}w2")
-    # A segment of tokens is shown as vllm shows tokens.
+    assert choices(post(literal, body, chat=True))[0].startswith(f"w1{TEXTS.sep}w2")
+    # A segment of tokens is shown as vLLM shows tokens.
     with SegmentCache(literal.url, timeout_s=120) as cache:
         ids = tokenized(literal, {"prompt": words("odd"), "add_special_tokens": False})
         segment = cache.compile(tokens=[*ids, 5, 5])
     text = send(literal, "/detokenize", {"tokens": [*ids, 5, 5]}).json()["prompt"]
     body = {"messages": [{"role": "user", "content": [segment.part, part("w5")]}], "return_prompt_text": True}
-    shown = post(literal, body, chat=True).json()["prompt_text"]
-    assert shown.strip() == f"{TEXTS.sep}{text}{TEXTS.sep}w5"
+    assert post(literal, body, chat=True).json()["prompt_text"].strip() == f"{TEXTS.sep}{text}{TEXTS.sep}w5"
 
 
 def test_parts_that_are_not_read_are_refused_and_unknown_fields_left_alone(literal: Server) -> None:
@@ -173,7 +164,6 @@ def test_parts_that_are_not_read_are_refused_and_unknown_fields_left_alone(liter
     ids = {"kv_transfer_params": {"prompt_token_ids": [5, 6]}}
     refused = post(literal, {"messages": messages, **ids}, chat=True)
     assert refused.status_code == 400 and "did not read the parts" in refused.text
-    # Fields that vLLM does not know are left alone.
     odd = {"role": "user", "content": "w3", "odd": float("nan")}
     body = json.dumps({"messages": [odd, *messages], "return_token_ids": True, "max_tokens": 1})
     headers = {"content-type": "application/json"}
@@ -205,8 +195,7 @@ def test_boundaries_of_requests_at_once(literal: Server) -> None:
     separator = described(literal)["separator"]
 
     def boundaries(i: int) -> int:
-        body = {"prompt": separated(*(f"w{j}" for j in range(i + 1)))}
-        return tokenized(literal, body).count(separator)
+        return tokenized(literal, {"prompt": separated(*(f"w{j}" for j in range(i + 1)))}).count(separator)
 
     with ThreadPoolExecutor(16) as clients:
         assert list(clients.map(boundaries, range(1, 64))) == list(range(1, 64))

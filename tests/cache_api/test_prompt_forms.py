@@ -80,12 +80,10 @@ def test_a_seal_counts_while_it_is_open_where_it_is_open():
 
 
 def test_tokens_that_a_template_alters_and_unknown_ids_are_refused():
-    # Tokens that a template alters are refused.
     written = SEAL.tokens([1, 2, 3])
     for altered in (written.replace(written[-6:-2], "AAAA"), written.lower(), written[:-3] + "|>"):
         with pytest.raises(ValueError, match="the chat template alters texts of messages"):
             split_forms(altered)
-    # An id that stayed in the prompt is refused.
     with pytest.raises(UnresolvedId, match="segment id 'a' is not known here"):
         split_forms(f"x{A}y")
     assert split_forms("about <|hypic_segment") == ["about <|hypic_segment"]
@@ -123,7 +121,6 @@ def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
 
 
 def test_ids_in_prompts_messages_and_their_parts():
-    # Prompts in a list and ids of all of them.
     body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
     assert ids_in(COMPLETIONS, body) == ["a", "b"]
     assert expand(COMPLETIONS, body, CONTENTS, TEXTS, SEAL)["prompt"] == [
@@ -131,7 +128,6 @@ def test_ids_in_prompts_messages_and_their_parts():
         f"x{SEP}text b{SEP}text a{SEP}y",
         [1, 2],
     ]
-    # Chat messages and their parts.
     body = {
         "messages": [
             {"role": "system", "content": CHAT_LEAD},
@@ -147,8 +143,7 @@ def test_ids_in_prompts_messages_and_their_parts():
         {"role": "assistant", "content": None},
         {"role": "user", "content": f"{SEP}text b{SEP}q"},
     ]
-    # A segment of tokens is written as tokens.
-    [prompt] = [expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, TEXTS, SEAL)["prompt"]]
+    prompt = expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, TEXTS, SEAL)["prompt"]
     before, written, after = prompt.split(SEP)
     assert (before, after) == ("x", "y") and split_forms(written) == [WrittenTokens((5, 6), len(written))]
 
@@ -281,13 +276,11 @@ def test_parts_that_cannot_stand_there_are_refused_by_name(body, reason, literal
 
 
 def test_what_was_compiled_or_sent_literally_is_not_cut():
-    # A segment that was compiled literally cuts no prompt later.
     contents = {"a": Content(Place.INTERIOR, f"one{TEXTS.sep}two", [])}
     with pytest.raises(MisplacedId, match="segment 'a' was compiled while text was literal"):
         expand(COMPLETIONS, {"prompt": [A_PART]}, contents, TEXTS, SEAL)
     written = expand(COMPLETIONS, {"prompt": [A_PART]}, contents, SEALED, SEAL, literal=True)["prompt"]
     assert written == f"{SEALED.sep}one{TEXTS.sep}two{SEALED.sep}"
-    # Text that is not written as its own is not cut by characters.
     for part in (SEP_PART, A_PART):
         body = {"prompt": [text("x"), part], "truncate_prompt_tokens": 9}
         with pytest.raises(MisplacedId, match="truncate_prompt_tokens cannot be combined with parts of"):

@@ -1,4 +1,4 @@
-"""The registry of compiled segments."""
+"""The registry of compiled segments: of one engine, of engines that share a folder, and of replicas."""
 
 import os
 import re
@@ -6,12 +6,17 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 
 import pytest
 
-from vllm_hypic.cache_api.answers import Place
+from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
+from vllm_hypic.cache_api.commands import Failure
 from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
 from vllm_hypic.cache_api.registry_file import registry_folder
+from vllm_hypic.cache_api.replicas import joined
 from vllm_hypic.config.store import StoreConfig
 
 from .conftest import KEY, NAMESPACE, OTHER_KEY
@@ -36,14 +41,11 @@ def test_the_same_segment_has_the_same_id(registry, clock):
 
 
 def test_content_comes_back_by_long_random_ids(registry):
-    # Content comes back.
     tokens = [0, 7, 250_000, 2**24 - 1]
     entry = registry.add("me", Place.PROMPT, tokens, bare_from=1)
     content = registry.content("me", entry.id)
     found = (content.place, content.tokens, content.text, content.bare_from)
-    assert found == (Place.PROMPT, tuple(tokens), None, 1)
-    assert entry.n_tokens == 4
-    # Ids are long and random.
+    assert found == (Place.PROMPT, tuple(tokens), None, 1) and entry.n_tokens == 4
     ids = [registry.add("me", Place.INTERIOR, [i]).id for i in range(50)]
     assert all(re.fullmatch("[0-9a-f]{48}", i) for i in ids), "192 bits; a command takes no id for an option"
     assert len({i[:6] for i in ids}) > 45, "no common beginning"
@@ -75,8 +77,7 @@ def test_expired_entries_are_gone_and_taken_once(registry, clock):
     assert registry.get("me", entry.id) is not None and registry.take_expired() == []
     clock.now = 1010.0
     assert registry.get("me", entry.id) is None and registry.content("me", entry.id) is None
-    assert [e.id for e in registry.page("me", "", 10)] == [stays.id]
-    assert registry.claims(KEY) == []
+    assert [e.id for e in registry.page("me", "", 10)] == [stays.id] and registry.claims(KEY) == []
     assert [e.id for e in registry.take_expired()] == [entry.id]
     assert registry.take_expired() == []
     assert registry.add("me", Place.INTERIOR, [1]).id != entry.id, "an id that expired never comes back"
@@ -143,22 +144,171 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
 
 
 def test_files_that_are_damaged_newer_or_unwritable(tmp_path):
-    # A damaged file is set aside.
     SegmentRegistry(tmp_path, NAMESPACE).close()
     [path] = tmp_path.glob("*.sqlite")
     path.write_bytes(b"this is no database" * 100)
     registry = SegmentRegistry(tmp_path, NAMESPACE)
     assert registry.set_aside is not None and registry.set_aside.read_bytes().startswith(b"this is no")
-    entry = registry.add("me", Place.INTERIOR, [1])
-    assert registry.get("me", entry.id) is not None
+    assert registry.get("me", registry.add("me", Place.INTERIOR, [1]).id) is not None
     registry.close()
-    # A newer file is left alone.
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(RegistryError, match=r"version 99; this program reads up to 1"):
         SegmentRegistry(tmp_path, NAMESPACE)
-    # A folder that cannot be written is told.
     (tmp_path / "file").write_text("")
     with pytest.raises(RegistryError, match=r"/file"):
         SegmentRegistry(tmp_path / "file", NAMESPACE)
+
+
+OTHERS = "cd" * 32
+
+ENGINE = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from vllm_hypic.cache_api.registry import Place, SegmentRegistry
+    registry = SegmentRegistry(Path(sys.argv[1]), sys.argv[2])
+    for line in sys.stdin:
+        match line.split():
+            case ["add", number]:
+                print(registry.add("me", Place.INTERIOR, [int(number)]).id, flush=True)
+            case ["has", segment_id]:
+                print(registry.get("me", segment_id) is not None, flush=True)
+            case ["begin"]:
+                registry._db.execute("BEGIN IMMEDIATE")
+                print("begun", flush=True)
+""")
+
+Ask = Callable[[str], str]
+
+
+@contextmanager
+def engine(folder: Path, namespace: str = NAMESPACE) -> Iterator[Ask]:
+    """Another engine's registry, in a process of its own: a line to it, a line back.  Killed at the end."""
+    command = [sys.executable, "-c", ENGINE, str(folder), namespace]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None and stdout is not None
+
+        def ask(line: str) -> str:
+            stdin.write(line + "\n")
+            stdin.flush()
+            return stdout.readline().strip()
+
+        try:
+            yield ask
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Iterator[SegmentRegistry]:
+    registry = SegmentRegistry(tmp_path, NAMESPACE, lambda: 1000.0)
+    yield registry
+    registry.close()
+
+
+@pytest.mark.parametrize("namespace", [NAMESPACE, OTHERS], ids=["same model", "another model"])
+def test_pins_and_expiries_are_the_engines_own(mine: SegmentRegistry, tmp_path: Path, namespace: str) -> None:
+    """Another engine neither pins what was pinned here, nor takes what has expired here."""
+    entry = mine.add("me", Place.INTERIOR, [1], key=KEY)
+    mine.set_pinned("me", entry.id, True)
+    mine.set_expires("me", entry.id, 1500.0)
+    with closing(SegmentRegistry(tmp_path, namespace, lambda: 2000.0)) as other:
+        assert (list(other.claimed()), other.take_expired(), len(other)) == ([], [], 0)
+        assert other.get("me", entry.id) is None
+    assert list(mine.claimed()) == [KEY] and mine.get("me", entry.id) is not None
+
+
+def test_no_engine_waits_for_another_or_shares_memory(mine: SegmentRegistry, tmp_path: Path) -> None:
+    with engine(tmp_path) as ask:
+        assert ask("begin") == "begun"  # stopped in the middle of a change
+        entry = mine.add("me", Place.INTERIOR, [1])
+    assert mine.get("me", entry.id) is not None
+    # Network folders have none: SQLite would keep it in a file beside the registry's.
+    assert {file.name.partition(".sqlite")[2] for file in tmp_path.glob("*.sqlite*")} == {"", "-wal"}
+
+
+def test_a_file_that_a_living_engine_uses_is_not_set_aside(tmp_path: Path) -> None:
+    with engine(tmp_path) as ask:
+        told = [ask(f"add {i}") for i in range(3)]
+        [path] = tmp_path.glob("*.sqlite")
+        with path.open("r+b") as damaged:
+            damaged.write(b"garbage!" * 16)
+        with closing(SegmentRegistry(tmp_path, NAMESPACE)) as other:
+            assert other.set_aside is None
+        told.append(ask("add 9"))
+        assert all(ask(f"has {segment_id}") == "True" for segment_id in told)
+
+
+def test_an_operators_look_holds_up_one_command_at_most(tmp_path: Path) -> None:
+    """SQLite's own lock is asked once, not waited for."""
+    SegmentRegistry(tmp_path, NAMESPACE).close()
+    [path] = tmp_path.glob("*.sqlite")
+    with closing(sqlite3.connect(path, isolation_level=None)) as shell:
+        shell.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RegistryError, match="database is locked"):
+            SegmentRegistry(tmp_path, NAMESPACE)
+    SegmentRegistry(tmp_path, NAMESPACE).close()
+
+
+def test_every_engine_of_a_model_finds_a_file(tmp_path: Path) -> None:
+    with ExitStack() as life:
+        registries = [life.enter_context(closing(SegmentRegistry(tmp_path, NAMESPACE))) for _ in range(5)]
+        paths = {registry.path for registry in registries}
+    assert len(paths) == 5
+    with closing(SegmentRegistry(tmp_path, NAMESPACE)) as again:
+        assert again.path in paths
+
+
+def segment(id: str = "one", *, resident: bool = True, stored: bool = False) -> Segment:
+    what = {"id": id, "role": "interior", "place": Place.INTERIOR, "tokens": 4, "key": "k" * 64}
+    when = {"created": 1.0, "last_used": 1.0, "expires": None}
+    where = {"bytes": 100 if resident else 0, "resident": resident, "stored": stored}
+    return Segment(**what, **when, **where, pinned=False)
+
+
+def test_a_segment_is_resident_where_every_replica_has_it() -> None:
+    both = joined(segment(), [segment(stored=True)])
+    assert isinstance(both, Segment) and both.resident and both.stored and both.bytes == 200
+    one = joined(segment(), [segment(resident=False)])
+    assert isinstance(one, Segment) and not one.resident and one.bytes == 100
+    behind = joined(segment(), [Failure(404, "unknown")])
+    assert isinstance(behind, Segment) and not behind.resident
+    refused = Failure(409, "cannot be pinned", "one")
+    assert joined(segment(), [segment(), refused]) == refused
+
+
+def test_pages_are_those_of_the_first() -> None:
+    first = SegmentPage([segment("a"), segment("b")], "b")
+    page = joined(first, [SegmentPage([segment("b"), segment("c")], None)])
+    assert isinstance(page, SegmentPage) and page.next == "b"
+    assert [(s.id, s.resident) for s in page.segments] == [("a", False), ("b", True)]
+
+
+def test_numbers_add_up_but_for_a_tier_that_is_down() -> None:
+    def stats(up: float) -> CacheStats:
+        return CacheStats({"disk": {"hits": 2.0, "up": up}}, 3, "file")
+
+    found = joined(stats(1.0), [stats(0.0)])
+    assert isinstance(found, CacheStats) and found.segments == 3
+    assert found.tiers == {"disk": {"hits": 4.0, "up": 0.0}}
+
+
+def test_a_registry_takes_the_id_that_the_first_replica_gave() -> None:
+    registry = SegmentRegistry(None, NAMESPACE)
+    own = registry.add("owner", Place.INTERIOR, [1, 2, 3])
+    given = registry.add("owner", Place.INTERIOR, [1, 2, 3], segment_id="given")
+    assert given.id == "given" and registry.get("owner", own.id) is None and len(registry) == 1
+    assert registry.add("owner", Place.INTERIOR, [1, 2, 3]).id == "given"
+    assert registry.add("owner", Place.INTERIOR, [4], segment_id="new").id == "new"
+
+
+def test_every_replica_gets_its_own_file_again(tmp_path: Path) -> None:
+    def paths(*replicas: int) -> list[Path]:
+        with ExitStack() as life:
+            opened = [SegmentRegistry(tmp_path, NAMESPACE, replica=n) for n in replicas]
+            return [life.enter_context(closing(registry)).path for registry in opened]
+
+    first = paths(1, 0)
+    assert paths(0, 1, 2)[:2] == first[::-1]

@@ -20,13 +20,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from examples.demo.single import make_tasks
-from vllm_hypic.cache_api.client import (
-    CacheError,
-    NotAuthorized,
-    PinRefused,
-    SegmentCache,
-    SegmentNotFound,
-)
+from vllm_hypic.cache_api.client import CacheError, NotAuthorized, PinRefused, SegmentCache, SegmentNotFound
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
 from vllm_hypic.harness.client import ask
@@ -80,8 +74,7 @@ class TestServer:
         assert choices(by_id)[0].strip() == task.answer
         assert choices(by_id) == choices(literal)
         assert usage(by_id) == usage(literal) and usage(by_id)[1] == 4 * REUSED
-        order = [segments[i] for i in (2, 0, 3, 1)]
-        prompt = system + "".join(s.form for s in order) + task.question
+        prompt = system + "".join(segments[i].form for i in (2, 0, 3, 1)) + task.question
         shuffled = post(server, {"prompt": prompt, "logprobs": 1})
         assert choices(shuffled)[0].strip() == task.answer and usage(shuffled)[1] == 4 * REUSED
 
@@ -141,8 +134,7 @@ class TestServer:
         [choice] = answer.json()["choices"]
         tokens = choice["prompt_token_ids"]
         sep = tokens[-2]
-        assert tokens[-len(odd) - 3 : -1] == [sep, *odd, sep]
-        assert usage(answer)[1] == len(odd) - 16
+        assert tokens[-len(odd) - 3 : -1] == [sep, *odd, sep] and usage(answer)[1] == len(odd) - 16
         literal = post(server, {"prompt": tokens, "logprobs": 1})
         assert literal.json()["choices"][0]["logprobs"] == choice["logprobs"]
         refused = post(server, {"prompt": f"{segment.form}w3", "truncate_prompt_tokens": 8})
@@ -156,10 +148,8 @@ class TestServer:
     def test_leading_segments(self, server, cache):
         lead = cache.compile(f"<bos> <sys> {words('lead')}", role="leading")
         assert (lead.role, lead.place, lead.tokens) == ("leading", "prompt", TOKENS + 2)
-        answer = post(server, {"prompt": f"{lead.form}w1 w2 w3"})
-        assert usage(answer)[1] == TOKENS + 2, "cached whole"
-        same = cache.compile(tokens=cache.get(lead.id, content=True).token_ids, role="leading")
-        assert same.id == lead.id
+        assert usage(post(server, {"prompt": f"{lead.form}w1 w2 w3"}))[1] == TOKENS + 2, "cached whole"
+        assert cache.compile(tokens=cache.get(lead.id, content=True).token_ids, role="leading").id == lead.id
         misplaced = post(server, {"prompt": f"w1{lead.form}w2"})
         assert misplaced.status_code == 400 and lead.id in misplaced.json()["error"]["message"]
         system = cache.compile(message={"role": "system", "content": words("system")})
@@ -190,11 +180,9 @@ class TestServer:
             for body in ({"messages": [{"role": "user", "content": segment.form}]}, {"prompt": segment.form}):
                 refused = post(server, {**body, **salt}, chat="messages" in body)
                 assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
-        warm = post(server, {"prompt": f"{segment.form}w1", "cache_salt": "mine"})
-        assert usage(warm)[1] == REUSED
+        assert usage(post(server, {"prompt": f"{segment.form}w1", "cache_salt": "mine"}))[1] == REUSED
 
     def test_time_to_live_and_deletion(self, server, cache):
-        # Time to live.
         segment = cache.compile(words("ttl"), ttl_s=600)
         assert segment.expires is not None and 0 < segment.expires - time.time() <= 600
         assert usage(post(server, {"prompt": f"{segment.form}w1"}))[1] == REUSED
@@ -207,7 +195,6 @@ class TestServer:
         assert refused.status_code == 404 and segment.id in refused.json()["error"]["message"]
         literal = post(server, {"prompt": f"{SEP}{words('ttl')}{SEP}w1"})
         assert usage(literal)[1] == 0, "its record has gone too, from the pool and the disk"
-        # A deleted segment is gone.
         segment = cache.compile(words("delete"))
         assert cache.delete(segment.id).id == segment.id
         with pytest.raises(SegmentNotFound):
@@ -268,22 +255,18 @@ class TestServer:
         assert reason in response.json()["error"]["message"]
 
     def test_ids_and_salts_that_are_not_read_are_refused(self, server, cache):
-        # Two salts in one request are refused.
         body = {"text": "w1", "cache_salt": "a"}
         response = send(server, "/v1/hypic/segments", body, headers={"X-Cache-Salt": "b"})
         assert response.status_code == 400 and "different tenants" in response.text
-        # An id on a route that does not know ids is refused.
         segment = cache.compile(words("elsewhere"))
         response = send(server, "/v1/responses", {"input": f"w1{segment.form}"})
         assert response.status_code == 400 and segment.id in response.text
 
     def test_clients_cannot_write_commands_or_tokens(self, server):
-        # Clients cannot write commands.
         chats = {False: {"prompt": "w1"}, True: {"messages": [{"role": "user", "content": "w1"}]}}
         for imitation, (chat, body) in product(("report", 1, ["delete", "x"]), chats.items()):
             response = post(server, {**body, "vllm_xargs": {"hypic_command": imitation}}, chat=chat)
             assert response.status_code == 400 and "'hypic_command'" in response.text
-        # Clients cannot write tokens.
         forged = f"<|hypic_tokens:{'0' * 32}:{base64.b64encode(bytes([5, 0, 0] * 3)).decode()}|>"
         response = send(server, "/tokenize", {"prompt": f"w1{forged}w2"})
         assert response.status_code == 200 and 5 not in response.json()["tokens"]
@@ -337,13 +320,11 @@ class TestServer:
             assert answer.split() == expected.split(")")[0].split() and line.endswith("reused tokens: 896")
 
     def test_stats_health_and_pages(self, cache, server):
-        # Stats and health.
         cache.compile(words("stats"))
         stats = cache.stats()
         assert stats.registry == "file" and stats.segments > 0
         assert {"pool", "disk"} <= stats.tiers.keys() and stats.tiers["pool"]["objects"] > 0
         cache.check_health()
-        # Listing in pages.
         pages = tenant(server, "pages")
         ids = {pages.compile(words(f"page {i}", 40)).id for i in range(5)}
         listed = [s.id for s in pages.list(page_size=2)]
@@ -354,8 +335,7 @@ class TestServer:
         assert found["model"] == [str(EXAMPLE / "model")] and found["max_model_len"] == MAX_MODEL_LEN
         assert found["limits"]["slots"] == POOL_SEGMENTS and found["link"] == "hypic"
         assert len(found["namespace"]) == 64 and found["landing"].startswith("tcp://127.0.0.1:")
-        assert 0 < found["quadratic"] < 1e-2
-        assert len(found["shared_tiers"]) == 1
+        assert 0 < found["quadratic"] < 1e-2 and len(found["shared_tiers"]) == 1
         again = httpx.get(f"{server.url}/v1/hypic/describe", timeout=30).json()
         assert again["instance"] == found["instance"]
 
@@ -388,8 +368,7 @@ class TestServer:
         count = server.metrics()
         awaited = {"hypic_remote": [record.stem.split(".")[0]], "hypic_remote_deadline_s": 100}
         with ThreadPoolExecutor() as threads:
-            body = as_router(server, f"{segment} w1 w2 ?", **awaited)
-            asked = threads.submit(post, server, body)
+            asked = threads.submit(post, server, as_router(server, f"{segment} w1 w2 ?", **awaited))
             tell_stored(told["landing"], told["namespace"], [record.stem], None)
             assert usage(asked.result(60))[1] == TOKENS
         now = server.wait_for_metrics(lambda m: m[loaded] > count[loaded])
@@ -436,18 +415,11 @@ class TestSecondServer:
     def test_the_key_protects_all_routes(self, locked_server):
         for api_key in (None, "wrong"):
             locked = self.client(locked_server, api_key)
-            for call in (
-                lambda c=locked: c.compile("w1"),
-                lambda c=locked: list(c.list()),
-                lambda c=locked: c.get("x"),
-                lambda c=locked: c.pin("x"),
-                lambda c=locked: c.delete("x"),
-                locked.stats,
-                locked.check_health,
-                lambda c=locked: c.explain({"prompt": "w1"}),
-            ):
+            named = [(call, "x") for call in (locked.get, locked.pin, locked.delete)]
+            plain = [(call,) for call in (locked.stats, locked.check_health, lambda c=locked: list(c.list()))]
+            for call, *of in (*named, *plain, (locked.compile, "w1"), (locked.explain, {"prompt": "w1"})):
                 with pytest.raises(NotAuthorized):
-                    call()
+                    call(*of)
             page = [httpx.get(locked_server.url + path) for path in ("/v1/hypic/explain", "/hypic/explain")]
             assert [answer.status_code for answer in page] == [401, 200]
             headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
