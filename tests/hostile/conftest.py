@@ -1,29 +1,33 @@
 """A worker, a combine node and a router for all tests of this folder, attacked one after the other."""
 
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vllm_hypic.cache_api.client import SegmentCache
-from vllm_hypic.harness.client import separator_of
+from vllm_hypic.harness.client import Reply, completion, separator_of
 from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import uneven, writer
 
 from .grammar import HOSTILE_SALT, Attack
 from .route_grammar import CACHE, CacheCall
-from .well_behaved import BOUND_S, WellBehaved
 
 ONE_WORKER = True  # all tests of this folder use the same servers
 
+BOUND_S = 60.0
+"""No answer takes longer.  Alone it takes a twentieth of a second; machines that run tests are busy."""
+BETWEEN_S = 0.1
 MEMORY = {"type": "memory", "bytes": "4MB"}
 SETUP = Setup(
     EXAMPLE / "model",
@@ -40,13 +44,72 @@ LENGTHS = (64, 96, 128)
 """Tokens of the good prompt's segments, the leading one first."""
 SHORT, LONG = 30, 600
 """Examples of the two forms of each test."""
-both_forms = pytest.mark.parametrize(
-    "examples", [SHORT, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
-)
 
 
-def some(examples: int) -> settings:
-    return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.fixture(params=[SHORT, pytest.param(LONG, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def examples(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@dataclass
+class WellBehaved:
+    """The second client: sends one good request again and again in a thread of its own while the block runs.
+    At the block's end it checks that every answer was the right one.
+
+    ``tolerance``: how far logprobs may be from those of the quiet server.  Its batch has rows of others, and
+    products of other sizes are rounded otherwise.
+    """
+
+    url: str
+    prompt: Sequence[int]
+    tolerance: float
+    replies: list[Reply] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+    _fault: BaseException | None = None
+
+    def ask(self, **more: Any) -> Reply:
+        body = {"prompt": list(self.prompt), "max_tokens": 6, "ignore_eos": True, **more}
+        return completion(self.url, body, timeout_s=BOUND_S)
+
+    def __enter__(self) -> Self:
+        """Asks twice while nobody else does: cold and warm are the same."""
+        self.expected = self.ask()
+        assert self.ask().same_as(self.expected)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join(2 * BOUND_S)
+        assert not self._thread.is_alive(), "its last request hangs"
+        if exc[0] is None:
+            self._check()
+
+    def _run(self) -> None:
+        try:
+            for salt in map("good {}".format, itertools.count()):  # every second one is cold
+                for more in ({}, {"cache_salt": salt}):
+                    self.replies.append(self.ask(**more))
+                    if self._over.wait(BETWEEN_S):
+                        return
+        except BaseException as e:
+            self._fault = e
+
+    def _check(self) -> None:
+        """Every answer came, in time, and is the one that the quiet server gave."""
+        if self._fault is not None:
+            raise self._fault
+        assert self.replies, "it never got to ask"
+        for reply in self.replies:
+            assert reply.tokens == self.expected.tokens and self._distance(reply) <= self.tolerance
+            assert reply.total_s < BOUND_S
+        assert self.ask().same_as(self.expected), "alone again, its answer has other bits"
+
+    def _distance(self, reply: Reply) -> float:
+        """Largest difference of a chosen token's logprob."""
+        pairs = zip(reply.tokens, reply.logprobs, self.expected.logprobs, strict=True)
+        return max(abs(dict(one)[token] - dict(other)[token]) for token, one, other in pairs)
 
 
 @dataclass(frozen=True)
@@ -110,9 +173,6 @@ class Target:
                 raise
             return Outcome(None, "\n".join(text))
 
-    def send_all(self, attacks: Sequence[Attack]) -> list[Outcome]:
-        return at_once(self.send, attacks)
-
     def call_all(self, calls: Sequence[CacheCall]) -> list[Outcome]:
         return at_once(self.call, calls)
 
@@ -129,7 +189,7 @@ class Target:
 
     def survives(self, *attacks: Attack) -> None:
         """Send them all at once: none is answered by a fault that is ours, and refusals say why."""
-        for attack, outcome in zip(attacks, self.send_all(attacks), strict=True):
+        for attack, outcome in zip(attacks, at_once(self.send, attacks), strict=True):
             if outcome.failed:
                 self._blame(attack, outcome)
             elif outcome.status is not None and outcome.status >= 400:
@@ -201,14 +261,21 @@ def target_of(cluster: Cluster, url: str) -> Iterator[Target]:
 
 
 @pytest.fixture
+def attack(good: WellBehaved, examples: int) -> Iterator[Callable[..., None]]:
+    """Does something with each thing that a strategy draws, while the well-behaved client asks."""
+
+    def attack(
+        strategy: st.SearchStrategy[Any], does: Callable[[Any], object], times: int = examples
+    ) -> None:
+        some = settings(max_examples=times, deadline=None, suppress_health_check=list(HealthCheck))
+        some(given(strategy)(lambda drawn: does(drawn)))()
+
+    with good:
+        yield attack
+
+
+@pytest.fixture
 def good(cluster: Cluster, separator: int) -> WellBehaved:
     """The well-behaved client of a test; it asks through the router."""
     prompt = uneven(writer(EXAMPLE / "model", seed=11), LENGTHS, 16).marked(separator)
     return WellBehaved(cluster.router.url, prompt, tolerance=0.05)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)

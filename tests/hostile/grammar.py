@@ -130,8 +130,7 @@ def token_prompts(separator: int) -> st.SearchStrategy[Any]:
     tokens = st.lists(st.one_of(run, run, st.lists(marks, max_size=4)), max_size=6).map(
         lambda runs: list(chain(*runs))
     )
-    spoilt = st.tuples(tokens, bad, tokens).map(lambda t: [*t[0], t[1], *t[2]])
-    return st.one_of(tokens, tokens, spoilt)
+    return st.one_of(tokens, tokens, st.tuples(tokens, bad, tokens).map(lambda t: [*t[0], t[1], *t[2]]))
 
 
 _TEXT_PARTS = (st.sampled_from(DOCUMENTS) | TEXTS).map(lambda text: {"type": "text", "text": text})
@@ -156,8 +155,7 @@ GOOD_PARTS = st.lists(st.sampled_from(DOCUMENTS), min_size=1, max_size=3).map(
 
 def prompts(separator: int) -> st.SearchStrategy[Any]:
     """``prompt`` of a completion request."""
-    tokens = token_prompts(separator)
-    one = st.one_of(COMPOSED, COMPOSED, TEXTS, WITH_IDS, tokens)
+    one = st.one_of(COMPOSED, COMPOSED, TEXTS, WITH_IDS, token_prompts(separator))
     return st.one_of(one, one, one, st.lists(one, max_size=3), PARTS, GOOD_PARTS, JUNK)
 
 
@@ -189,37 +187,32 @@ CHAT_FIELDS = st.fixed_dictionaries(
 
 # -- options -----------------------------------------------------------------------------------------
 
-PERMITS = st.sampled_from(
-    ["", "1-" + "0" * 64, "999999999999-" + "a" * 64, "9" * 13 + "-" + "0" * 64, "\u0661-" + "0" * 64, "\x00"]
-)
-OUR_VALUES: Mapping[str, st.SearchStrategy[Any]] = {
-    "hypic_link": st.sampled_from(
-        [
-            *("hypic", "block", "epic-0", "epic-4", "naive", "full", "seam-4-0+4", "seam-0-9", "hypic\x00"),
-            *("prompt-cache", "seam--1-1", "epic-\u0663", "seam-1024-1024+1024", "epic-1025"),
-            "seam-0000000-0",
-        ]
-    ),
-    "hypic_seam_tokens": st.sampled_from([0, 4, 8, 8.0, 64, 1024]),
-    "hypic_context": st.sampled_from(["none", "lead", "text", "lead ", "none\n"]),
-    "hypic_islands": st.sampled_from(
-        ["none", "query-10", "query-10-96", "query-50", "query-0", "query-051", "query-\u0661"]
-    ),
-    "hypic_segment_mode": st.sampled_from(["off", "structure", "text", "cdc", "text ", "TEXT"]),
-    "hypic_segment_ranges": st.sampled_from(
-        [[0, 8], [8, 48, 48, 96], [1, 40], [0, 2**31], [8, 8], [4], [0, 1] * 5000, [-1, 4], [0.0, 8.0], []]
-    ),
-    "hypic_push_to": st.sampled_from(
-        [
-            *("tcp://127.0.0.1:9", "tcp://[::1]:0", "tcp://", "tier:x", "tier:", "file:///etc/passwd"),
-            "tcp://w1 w2:-1",
-        ]
-    ),
-    "hypic_push_deadline_s": st.sampled_from([0.1, 1, 1e9, -1]),
-    "hypic_remote": st.sampled_from([["0" * 64], ["0" * 63], ["0" * 64] * 5000, "0" * 64, []]),
-    "hypic_remote_deadline_s": st.sampled_from([0.1, 1, 1e9, 0]),
-    "hypic_permit": PERMITS,
+_VALUES: Mapping[str, list[Any]] = {
+    "hypic_link": [
+        *("hypic", "block", "epic-0", "epic-4", "naive", "full", "seam-4-0+4", "seam-0-9", "hypic\x00"),
+        *("prompt-cache", "seam--1-1", "epic-\u0663", "seam-1024-1024+1024", "epic-1025"),
+        "seam-0000000-0",
+    ],
+    "hypic_seam_tokens": [0, 4, 8, 8.0, 64, 1024],
+    "hypic_context": ["none", "lead", "text", "lead ", "none\n"],
+    "hypic_islands": ["none", "query-10", "query-10-96", "query-50", "query-0", "query-051", "query-\u0661"],
+    "hypic_segment_mode": ["off", "structure", "text", "cdc", "text ", "TEXT"],
+    "hypic_segment_ranges": [
+        *([0, 8], [8, 48, 48, 96], [1, 40], [0, 2**31], [8, 8], [4], [0, 1] * 5000, [-1, 4], [0.0, 8.0], []),
+    ],
+    "hypic_push_to": [
+        *("tcp://127.0.0.1:9", "tcp://[::1]:0", "tcp://", "tier:x", "tier:", "file:///etc/passwd"),
+        "tcp://w1 w2:-1",
+    ],
+    "hypic_push_deadline_s": [0.1, 1, 1e9, -1],
+    "hypic_remote": [["0" * 64], ["0" * 63], ["0" * 64] * 5000, "0" * 64, []],
+    "hypic_remote_deadline_s": [0.1, 1, 1e9, 0],
+    "hypic_permit": [
+        *("", "1-" + "0" * 64, "999999999999-" + "a" * 64, "9" * 13 + "-" + "0" * 64, "\u0661-" + "0" * 64),
+        "\x00",
+    ],
 }
+OUR_VALUES = {name: st.sampled_from(values) for name, values in _VALUES.items()}
 
 
 def _some_of(names: Sequence[str], most: int, junk: bool = False) -> st.SearchStrategy[dict[str, Any]]:
@@ -244,50 +237,45 @@ OPTIONS = st.one_of(
 )
 """``vllm_xargs``."""
 
-SAMPLING: Mapping[str, st.SearchStrategy[Any]] = {
-    "n": st.sampled_from([1, 2, 3, 0, -1, 10**6]),
-    "stream": st.booleans(),
-    "stream_options": st.sampled_from([{"include_usage": True}, {"continuous_usage_stats": True}, {}]),
-    "echo": st.booleans(),
-    "logprobs": st.sampled_from([0, 1, 5, True, -1, 10**9]),
-    "top_logprobs": st.sampled_from([0, 2, -1, 10**9]),
-    "prompt_logprobs": st.sampled_from([0, 1, -1, 10**9]),
-    "priority": st.sampled_from([0, 1, -1, 2**63, 10**30]),
-    "min_tokens": st.sampled_from([0, 3, 9, -1, 10**9]),
-    "max_tokens": st.sampled_from([1, 2, 8, 0, -1, 1.5, None]),
-    "ignore_eos": st.booleans(),
-    "stop": st.sampled_from(["w1", ["w1", "w2"], [""], "", [SEP], SEP, "\x00", ["\ud800"], "w" * 5000]),
-    "stop_token_ids": st.sampled_from([[1], [-1], [10**9], [2**70], []]),
-    "seed": st.sampled_from([0, -1, 2**63, 2**63 - 1, -(2**63) - 1, 10**30]),
-    "temperature": st.sampled_from([0, 0.7, 2, -1, 1e308, float("nan"), float("inf")]),
-    "top_p": st.sampled_from([0.5, 1, 0, 2, float("nan")]),
-    "top_k": st.sampled_from([0, 1, 5, -1, -2, 10**9]),
-    "repetition_penalty": st.sampled_from([1.0, 1.1, 0, -1, float("nan")]),
-    "presence_penalty": st.sampled_from([0.5, -2, 3]),
-    "frequency_penalty": st.sampled_from([0.5, -2, 3]),
-    "cache_salt": st.sampled_from(
-        [HOSTILE_SALT, "b", "", "a/b", "@", "\u00fc", "\x00", "s" * 129, 7, None, ["a"]]
-    ),
-    "truncate_prompt_tokens": st.sampled_from([1, 8, -1, 0, 10**9]),
-    "add_special_tokens": st.booleans(),
-    "return_token_ids": st.booleans(),
-    "return_prompt_text": st.booleans(),
-    "return_tokens_as_token_ids": st.booleans(),
-    "kv_transfer_params": st.sampled_from(
-        [{}, {"do_remote_prefill": True}, {"hypic": 1}, {"hypic_failure": {}}, 7]
-    ),
-    "use_beam_search": st.booleans(),
-    "suffix": st.sampled_from(["w1", SEP]),
-    "allowed_token_ids": st.sampled_from([[5, 6], [], [-1], [10**9]]),
-    "bad_words": st.sampled_from([["w1"], [SEP], [""]]),
-    "logit_bias": st.sampled_from([{"5": 1}, {"-1": 1}, {"999999": 1}, {"w": 1}]),
-    "structured_outputs": st.sampled_from(
-        [{"choice": ["w1", "w2"]}, {"regex": "w[0-9]+"}, {"choice": []}, {}]
-    ),
-    "prompt_embeds": st.sampled_from(["", "AAAA", [], 7]),
-    "request_id": st.sampled_from(["r" * 300, "\x00", "same", "hypic-page-1", ""]),
-    "model": st.sampled_from(["", "other", "\x00", 7]),
+_SAMPLING: Mapping[str, list[Any]] = {
+    "n": [1, 2, 3, 0, -1, 10**6],
+    "stream": [False, True],
+    "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}, {}],
+    "echo": [False, True],
+    "logprobs": [0, 1, 5, True, -1, 10**9],
+    "top_logprobs": [0, 2, -1, 10**9],
+    "prompt_logprobs": [0, 1, -1, 10**9],
+    "priority": [0, 1, -1, 2**63, 10**30],
+    "min_tokens": [0, 3, 9, -1, 10**9],
+    "max_tokens": [1, 2, 8, 0, -1, 1.5, None],
+    "ignore_eos": [False, True],
+    "stop": ["w1", ["w1", "w2"], [""], "", [SEP], SEP, "\x00", ["\ud800"], "w" * 5000],
+    "stop_token_ids": [[1], [-1], [10**9], [2**70], []],
+    "seed": [0, -1, 2**63, 2**63 - 1, -(2**63) - 1, 10**30],
+    "temperature": [0, 0.7, 2, -1, 1e308, float("nan"), float("inf")],
+    "top_p": [0.5, 1, 0, 2, float("nan")],
+    "top_k": [0, 1, 5, -1, -2, 10**9],
+    "repetition_penalty": [1.0, 1.1, 0, -1, float("nan")],
+    "presence_penalty": [0.5, -2, 3],
+    "frequency_penalty": [0.5, -2, 3],
+    "cache_salt": [HOSTILE_SALT, "b", "", "a/b", "@", "\u00fc", "\x00", "s" * 129, 7, None, ["a"]],
+    "truncate_prompt_tokens": [1, 8, -1, 0, 10**9],
+    "add_special_tokens": [False, True],
+    "return_token_ids": [False, True],
+    "return_prompt_text": [False, True],
+    "return_tokens_as_token_ids": [False, True],
+    "kv_transfer_params": [{}, {"do_remote_prefill": True}, {"hypic": 1}, {"hypic_failure": {}}, 7],
+    "use_beam_search": [False, True],
+    "suffix": ["w1", SEP],
+    "allowed_token_ids": [[5, 6], [], [-1], [10**9]],
+    "bad_words": [["w1"], [SEP], [""]],
+    "logit_bias": [{"5": 1}, {"-1": 1}, {"999999": 1}, {"w": 1}],
+    "structured_outputs": [{"choice": ["w1", "w2"]}, {"regex": "w[0-9]+"}, {"choice": []}, {}],
+    "prompt_embeds": ["", "AAAA", [], 7],
+    "request_id": ["r" * 300, "\x00", "same", "hypic-page-1", ""],
+    "model": ["", "other", "\x00", 7],
 }
+SAMPLING = {name: st.sampled_from(values) for name, values in _SAMPLING.items()}
 FEW_TOKENS = {"max_tokens": 8, "temperature": 0}
 
 
