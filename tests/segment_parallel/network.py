@@ -308,5 +308,4 @@ class Network:
                 assert len(held) == (end.memory.handed is not None), "memory is leaked"
         assert delivered <= self.taken, "a record is acknowledged that nobody took"
         taken = Counter(r.name for r in self.received if r.outcome is Outcome.TAKEN)
-        both = Counter(name for (name, _), n in self.taken.items() for _ in range(n))
-        assert taken <= both
+        assert taken <= Counter(name for (name, _), n in self.taken.items() for _ in range(n))

@@ -47,6 +47,13 @@ def bytes_of(name: str, nbytes: int) -> bytes:
     return random.Random(name).randbytes(nbytes)
 
 
+A, B, C = (name_of(i) for i in range(1, 4))
+
+
+def digest(data: Any) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
 def until(condition: Callable[[], T], what: str = "", timeout_s: float = LONG_S) -> T:
     """What ``condition`` says once it is true."""
     deadline = time.monotonic() + timeout_s
@@ -57,8 +64,6 @@ def until(condition: Callable[[], T], what: str = "", timeout_s: float = LONG_S)
 
 
 class Closing:
-    """Closed at the end of a ``with``."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -95,7 +100,7 @@ class Owner(Closing):
         self.received: dict[str, Received] = {}
 
     def reader(self, data: memoryview) -> Verdict:
-        self.read.append(hashlib.sha256(data).digest())
+        self.read.append(digest(data))
         return self.verdict
 
     def expect(self, *names: str, limit: int = 64 * MIB) -> None:
@@ -170,24 +175,18 @@ class Peer(Closing):
     def frames(self, *frames: bytes) -> None:
         self._socket.send_multipart(list(frames))
 
-    def hear(self, timeout_s: float = LONG_S) -> wire.Reply:
+    def hear(self, timeout_s: float = LONG_S, welcome: bool = False) -> wire.Reply:
         """The next answer, but for a welcome that nobody asked for."""
         while True:
             assert self._socket.poll(round(1000 * timeout_s)), "no answer"
             [frame] = self._socket.recv_multipart()
             reply = self._codec.reply(frame)
-            if reply != wire.Welcome() or self._greeting:
+            if welcome or reply != wire.Welcome():
                 return reply
 
-    _greeting = False
-
     def ask(self, message: wire.Request, timeout_s: float = LONG_S) -> wire.Reply:
-        self._greeting = isinstance(message, wire.Hello)
-        try:
-            self.say(message)
-            return self.hear(timeout_s)
-        finally:
-            self._greeting = False
+        self.say(message)
+        return self.hear(timeout_s, welcome=isinstance(message, wire.Hello))
 
     def offer(self, name: str) -> wire.Reply:
         return self.ask(wire.Offer(name, len(DATA)))
@@ -205,7 +204,7 @@ class Peer(Closing):
         self._context.destroy(linger=0)
 
 
-DATA = bytes_of(name_of(1), 10_000)
+DATA = bytes_of(A, 10_000)
 
 
 def deliver(peer: Peer, name: str, data: bytes = DATA) -> wire.Reply:
@@ -243,13 +242,11 @@ class Child(subprocess.Popen[str]):
         super().__exit__(*args)
 
     def line(self) -> list[str]:
-        """The next line that it prints."""
         words = self.stdout.readline().strip().split(maxsplit=2)
         assert words, f"the process ended with {self.poll()}"
         return words
 
     def nudge(self) -> None:
-        """Give it a line of input."""
         self.stdin.write("\n")
         self.stdin.flush()
 

@@ -28,8 +28,11 @@ COUNTED = Counted(
 )
 
 
-def test_the_verdict_can_be_good():
+def test_the_verdict_is_good_where_the_request_was_spread():
     assert check(SPREAD, COUNTED, ALONE, 8, 8) == []
+    whole = replace(SPREAD, breakdown=Breakdown("whole", "c", 0.001, 2.0, reason="no_gain"))
+    [fault] = check(whole, COUNTED, ALONE, 8, 8)
+    assert "no_gain" in fault
 
 
 @pytest.mark.parametrize(
@@ -47,12 +50,6 @@ def test_the_verdict_can_be_good():
 def test_the_verdict_can_be_bad(counted, alone, computed, says):
     [fault] = check(SPREAD, replace(COUNTED, **counted), replace(ALONE, **alone), computed, 8)
     assert says in fault
-
-
-def test_a_request_that_was_not_spread_is_bad():
-    whole = replace(SPREAD, breakdown=Breakdown("whole", "c", 0.001, 2.0, reason="no_gain"))
-    [fault] = check(whole, COUNTED, ALONE, 8, 8)
-    assert "no_gain" in fault
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
-import httpx
 import pytest
+from cache_api.conftest import SEP_PART, separated
+from server.conftest import answered
 
 from examples.demo.single import make_tasks
 from vllm_hypic.harness.cluster import Cluster, Setup
@@ -16,7 +16,6 @@ from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-SEP_PART = {"type": "hypic_sep"}
 RECEIVED = "vllm:hypic_segments_received_total"
 
 
@@ -36,14 +35,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def ask(server: Server, path: str, body: dict[str, Any], salt: str) -> dict[str, Any]:
-    body = {"temperature": 0, "max_tokens": 8, "cache_salt": salt, **body}
-    answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def separated(*texts: str) -> list[dict[str, str]]:
-    return list(chain.from_iterable((SEP_PART, {"type": "text", "text": text}) for text in texts))[1:]
+    return answered(server, f"/v1/{path}", {"temperature": 0, "max_tokens": 8, "cache_salt": salt, **body})
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -56,9 +48,8 @@ def test_parts_have_segments_computed_by_workers(cluster: Cluster, path: str) ->
         body = {"prompt": separated(f"<bos> <sys> {task.system}", *documents, task.question)}
     else:
         content = [SEP_PART, *separated(*documents, task.question)]
-        body = {
-            "messages": [{"role": "system", "content": task.system}, {"role": "user", "content": content}]
-        }
+        said = {"system": task.system, "user": content}
+        body = {"messages": [{"role": role, "content": content} for role, content in said.items()]}
     alone = ask(combine, path, body, f"alone {len(path)}")
     before = combine.metrics().get(RECEIVED, 0)
     routed = ask(cluster.router, path, body, f"routed {len(path)}")
@@ -73,5 +64,4 @@ def test_text_alone_cuts_nothing(cluster: Cluster) -> None:
     body = {"prompt": PrimitiveTexts().sep.join([task.system, *task.documents, task.question])}
     before = combine.metrics().get(RECEIVED, 0)
     routed, alone = (ask(server, "completions", body, "text") for server in (cluster.router, combine))
-    assert routed["choices"] == alone["choices"]
-    assert combine.metrics().get(RECEIVED, 0) == before
+    assert routed["choices"] == alone["choices"] and combine.metrics().get(RECEIVED, 0) == before

@@ -32,9 +32,6 @@ def grahams_bound(machines):
     return 4 / 3 - 1 / (3 * machines)
 
 
-# -- the optimum
-
-
 @pytest.mark.parametrize(
     ("costs", "tolerance"),
     [(st.lists(st.integers(0, 60), max_size=7), 0), (st.lists(st.floats(0, 100), max_size=6), 1e-11)],
@@ -70,9 +67,6 @@ def test_a_case_too_large_to_prove_is_refused():
     draw = random.Random(0)
     with pytest.raises(ValueError, match=r"60 costs on 7 machines.*more than 1000 steps"):
         optimal_makespan([draw.randrange(10**9) for _ in range(60)], 7, steps=1000)
-
-
-# -- LPT
 
 
 @pytest.mark.parametrize("machines", [2, 3, 4, 6])
@@ -121,8 +115,7 @@ def test_every_piece_goes_to_the_machine_that_would_finish_it_first(costs, loads
     ],
 )
 def test_present_loads_are_respected(costs, loads, found, longest):
-    assert assign(costs, loads) == found
-    assert makespan(costs, loads, found) == longest
+    assert assign(costs, loads) == found and makespan(costs, loads, found) == longest
 
 
 def test_nothing_to_do():

@@ -17,9 +17,8 @@ from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
 from .network import LIMIT, Network
-from .peers import bytes_of, name_of
+from .peers import A, B, C, bytes_of
 
-A, B, C = name_of(1), name_of(2), name_of(3)
 NAMES = st.sampled_from([A, B])
 ENDS = st.integers(0, 2)
 ROUTER, ROGUE = b"router", b"rogue"

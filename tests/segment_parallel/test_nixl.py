@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
 import psutil
 import pytest
 from hypothesis import given
@@ -24,7 +22,7 @@ from vllm_hypic.segment_parallel.nixl import Exporter, Puller, SpanAllocator, op
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.record import ALIGNMENT
 
-from .peers import MIB, NIXL_BYTES, Child, Gated, Outgoing, Owner, Peer, bytes_of, name_of, until
+from .peers import MIB, NIXL_BYTES, Child, Gated, Outgoing, Owner, Peer, bytes_of, digest, name_of, until
 
 pytestmark = pytest.mark.processes
 
@@ -32,10 +30,6 @@ A, B, C, D, E = (name_of(i) for i in range(1, 6))
 DATA = bytes_of(A, 100_000)
 LARGE = NIXL_BYTES // 2 + 1
 """No buffer holds two of them."""
-
-
-def digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +76,6 @@ def delivered(owner: Owner, outgoing: Outgoing, name: str, data: bytes = DATA) -
     return owner.wait_for(name)[0].route
 
 
-# -- who has NIXL, and who has not
-
-
 @pytest.mark.parametrize(("here", "there"), [("nixl", "tcp"), ("tcp", "nixl")])
 def test_one_side_without_it_uses_tcp(here: str, there: str) -> None:
     with Owner(transport=here) as owner, Outgoing(transport=there) as outgoing:
@@ -121,9 +112,7 @@ def test_records_beyond_a_buffer_come_over_tcp(owner: Owner, outgoing: GatedOutg
     assert owner.read == [digest(bytes_of(name, LARGE)) for name in (B, A, C)]
 
 
-def test_one_that_hangs_delays_no_other_and_the_receiver_does_not_spin(
-    owner: Owner, outgoing: GatedOutgoing
-) -> None:
+def test_one_that_hangs_delays_no_other_and_makes_nobody_spin(owner: Owner, outgoing: GatedOutgoing) -> None:
     with Outgoing(transport="nixl") as other, Outgoing() as third:
         owner.expect(B, C)
         begin_reading(owner, outgoing)
@@ -147,9 +136,6 @@ def test_the_sender_least_recently_read_from_is_disconnected(
         begin_reading(owner, outgoing, D)
         assert delivered(owner, other, E) is Route.TCP, "there is none that is not being read from"
         assert being_read(owner) == 1
-
-
-# -- transfers that fail
 
 
 def test_a_sender_killed_in_the_middle_of_a_read() -> None:
@@ -208,9 +194,7 @@ def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(outgo
     assert owner.read == [digest(bytes_of(A, MIB)), digest(bytes_of(B, MIB)), digest(DATA), digest(DATA)]
 
 
-def test_what_was_withdrawn_while_it_was_read_reaches_no_reader(
-    owner: Owner, outgoing: GatedOutgoing
-) -> None:
+def test_what_was_withdrawn_while_being_read_reaches_no_reader(owner: Owner, outgoing: GatedOutgoing) -> None:
     ticket = begin_reading(owner, outgoing)
     owner.receiver.withdraw(A)
     assert outgoing.wait_for(ticket).reason == "not needed" and not outgoing.gate.busy
@@ -246,9 +230,6 @@ def test_closing_while_records_are_read(owner: Owner, outgoing: GatedOutgoing, f
     assert {sent.reason for sent in outgoing.poll().values()} == {"the sender is closed"}
     assert {received.reason for received in owner.wait_for(*names)} == {"the receiver is closed"}
     assert not owner.read
-
-
-# -- peers that hold what cannot be read
 
 
 def test_what_cannot_be_read_is_sent(owner: Owner) -> None:
@@ -293,23 +274,6 @@ def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
         assert stranger.hears_nothing() and plain.receiver.counts().dropped == 1
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *([A, 4096, metadata] for metadata in (bytes(wire.METADATA_BYTES + 1), b"", "text")),
-        *([A, address, b"m"] for address in (0, -1, (1 << 62) + 1)),
-        *([A, 4096, b"m", 1], [A, 4096], ["no name", 4096, b"m"]),
-    ],
-)
-def test_malformed_messages_are_not_understood(fields: list[object]) -> None:
-    assert wire.Codec().request(msgspec.msgpack.encode(["held", A, 4096, b"m"])) == wire.Held(A, 4096, b"m")
-    with pytest.raises(wire.Malformed):
-        wire.Codec().request(msgspec.msgpack.encode(["held", *fields]))
-
-
-# -- start
-
-
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     config = SegmentParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
@@ -336,9 +300,6 @@ def test_without_a_secret_only_this_machine_can_connect() -> None:
     for end in ends:
         end.close()
     assert not listening() & opened
-
-
-# -- spans
 
 
 @given(st.lists(st.one_of(st.integers(1, 5000), st.integers(-20, -1)), max_size=60))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,12 +13,7 @@ from vllm_hypic.segment_parallel.received import Outcome
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
-from .peers import DATA, MIB, Owner, Peer, deliver, name_of, until
-
-A, B, C = name_of(1), name_of(2), name_of(3)
-
-
-# -- the plain way
+from .peers import DATA, MIB, A, B, C, Owner, Peer, deliver, digest, until
 
 
 def test_what_is_expected_is_taken(owner: Owner, peer: Peer) -> None:
@@ -26,7 +21,7 @@ def test_what_is_expected_is_taken(owner: Owner, peer: Peer) -> None:
     assert deliver(peer, A) == wire.Ack(A)
     [received] = owner.wait_for(A)
     assert (received.taken, received.nbytes, received.reason) == (True, len(DATA), "")
-    assert received.seconds > 0 and owner.read == [hashlib.sha256(DATA).digest()]
+    assert received.seconds > 0 and owner.read == [digest(DATA)]
     counts = owner.receiver.counts()
     assert (counts.offers, counts.taken, counts.refused, counts.bytes) == (1, 1, 0, len(DATA))
     assert counts.dropped == 0
@@ -47,8 +42,8 @@ def test_what_was_received_or_is_settled_is_not_asked_for(owner: Owner, peer: Pe
     owner.expect(A)
     deliver(peer, A)
     owner.receiver.settle(B)
-    assert peer.offer(A) == wire.Done(A) and peer.offer(B) == wire.Done(B)
-    assert peer.waits(C)
+    assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn(), "what is there cannot be withdrawn"
+    assert peer.offer(A) == wire.Done(A) and peer.offer(B) == wire.Done(B) and peer.waits(C)
     owner.receiver.settle(C)
     assert peer.hear() == wire.Done(C)
 
@@ -57,8 +52,7 @@ def test_settled_names_may_be_expected_again(owner: Owner, peer: Peer) -> None:
     for _ in range(2):
         owner.receiver.settle(A)
         owner.expect(A)
-        assert deliver(peer, A) == wire.Ack(A)
-        assert owner.wait_for(A)[0].taken
+        assert deliver(peer, A) == wire.Ack(A) and owner.wait_for(A)[0].taken
         owner.received.clear()
     assert len(owner.read) == 2
 
@@ -78,15 +72,11 @@ def test_a_record_that_has_left_is_no_longer_said_to_be_there(owner: Owner, peer
     assert peer.hear() == wire.ClearToSend(A)
 
 
-# -- greeting
-
-
 def test_who_has_not_greeted_is_told_to(owner: Owner, stranger: Peer) -> None:
     owner.expect(A)
     assert stranger.offer(A) == wire.Again()
     stranger.data(A, DATA)
-    assert stranger.hear() == wire.Again()
-    assert stranger.ask(wire.Withdraw([A])) == wire.Again()
+    assert stranger.hear() == wire.Again() and stranger.ask(wire.Withdraw([A])) == wire.Again()
     stranger.frames(b"")
     assert stranger.hear() == wire.Again()
     assert not owner.poll() and not owner.read
@@ -114,8 +104,7 @@ def test_a_sender_that_connects_anew_does_not_wait_for_itself(owner: Owner) -> N
     owner.expect(A)
     with Peer(owner.url, sender="s" * 32) as before, Peer(owner.url, sender="s" * 32) as after:
         # `after` greeted later: `before` has no longer greeted.
-        assert before.offer(A) == wire.Again()
-        assert deliver(after, A) == wire.Ack(A)
+        assert before.offer(A) == wire.Again() and deliver(after, A) == wire.Ack(A)
     with Peer(owner.url, sender="t" * 32) as before:
         owner.expect(B)
         assert before.offer(B) == wire.ClearToSend(B)
@@ -182,7 +171,7 @@ def test_the_other_goes_when_the_first_does_not_deliver(
         owner.verdict = Verdict.TAKEN
         other.data(A, DATA)
         assert other.hear() == wire.Ack(A)
-        assert owner.wait_for(A)[0].taken and owner.read[-1] == hashlib.sha256(DATA).digest()
+        assert owner.wait_for(A)[0].taken and owner.read[-1] == digest(DATA)
 
 
 def test_a_retracted_offer_is_forgotten(owner: Owner, peer: Peer) -> None:
@@ -207,7 +196,7 @@ def test_the_other_goes_when_the_first_takes_too_long(late: bool) -> None:
         assert (counts.late, counts.dropped) == (1, 0)
 
 
-# -- withdrawals of routers
+# -- what routers say
 
 
 def test_a_router_withdraws_what_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
@@ -219,15 +208,6 @@ def test_a_router_withdraws_what_is_expected(owner: Owner, peer: Peer, other: Pe
     assert deliver(peer, B) == wire.Ack(B)
 
 
-def test_a_router_may_be_faster_than_the_engine(owner: Owner, peer: Peer) -> None:
-    assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
-    owner.expect(A)
-    assert not owner.wait_for(A)[0].taken
-    owner.received.clear()
-    owner.expect(A)  # it was said of one request only
-    assert deliver(peer, A) == wire.Ack(A)
-
-
 def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Peer) -> None:
     peer.say(wire.Withdraw([A]), wire.Offer(A, len(DATA)))
     assert peer.hear() == wire.Withdrawn() and peer.hears_nothing()
@@ -235,13 +215,22 @@ def test_an_offer_is_newer_than_the_withdrawal_before_it(owner: Owner, peer: Pee
     assert peer.hear() == wire.ClearToSend(A)
 
 
-def test_what_is_there_cannot_be_withdrawn(owner: Owner, peer: Peer) -> None:
-    owner.receiver.settle(A)
-    assert peer.ask(wire.Withdraw([A])) == wire.Withdrawn()
-    assert peer.offer(A) == wire.Done(A)
+WORDS = [(wire.Withdraw, wire.Withdrawn(), Outcome.WITHDRAWN), (wire.Stored, wire.Noted(), Outcome.IN_TIER)]
 
 
-# -- what is in a shared tier
+@pytest.mark.parametrize("words", [WORDS, WORDS[::-1]], ids=["withdrawn", "stored"])
+def test_a_router_may_be_faster_than_the_engine(owner: Owner, peer: Peer, other: Peer, words: Any) -> None:
+    assert other.waits(A)
+    for names, (word, answer, _) in zip(([A, B], [B]), words, strict=True):
+        assert peer.ask(word(names)) == answer
+    owner.expect(A, B)
+    ended = [received.outcome for received in owner.wait_for(A, B)]
+    assert ended == [outcome for *_, outcome in words], "of B the last word counts"
+    assert other.hear() == wire.Done(A)
+    owner.receiver.withdraw(A)
+    owner.received.clear()
+    owner.expect(A)  # it was said of one request only
+    assert deliver(peer, A) == wire.Ack(A)
 
 
 def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) -> None:
@@ -260,26 +249,3 @@ def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) ->
     owner.receiver.withdraw(A)  # it left the pool again
     owner.expect(A)
     assert deliver(peer, A) == wire.Ack(A)
-
-
-def test_what_a_tier_has_may_be_said_before_it_is_expected(owner: Owner, peer: Peer, other: Peer) -> None:
-    assert other.waits(A)
-    assert peer.ask(wire.Stored([A, B])) == wire.Noted()
-    owner.expect(A)
-    assert owner.wait_for(A)[0].outcome is Outcome.IN_TIER and other.hear() == wire.Done(A)
-    owner.receiver.withdraw(A)
-    owner.received.clear()
-    owner.expect(A)  # it was said of one request only
-    assert deliver(peer, A) == wire.Ack(A)
-    # The last word counts.
-    assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn()
-    owner.expect(B)
-    assert owner.wait_for(B)[0].outcome is Outcome.WITHDRAWN
-
-
-@pytest.mark.parametrize(
-    "header", [["stored", ["no name!"]], ["stored", ["a"] * 513], ["stored"], ["stored", [], 1]]
-)
-def test_malformed_words_on_tiers_are_dropped(owner: Owner, peer: Peer, header: list[object]) -> None:
-    peer.frames(msgspec.msgpack.encode(header))
-    assert peer.hears_nothing() and owner.receiver.counts().dropped == 1

@@ -18,12 +18,7 @@ from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.receiver_machine import MOST_OFFERS
 from vllm_hypic.store.protocol import Verdict
 
-from .peers import DATA, MIB, Outgoing, Owner, Peer, deliver, name_of, until
-
-A, B, C = name_of(1), name_of(2), name_of(3)
-
-
-# -- readers
+from .peers import DATA, MIB, A, B, C, Outgoing, Owner, Peer, deliver, name_of, until
 
 
 @pytest.mark.parametrize("fault", ["raises", "no verdict"])
@@ -81,8 +76,7 @@ def test_withdrawing_waits_for_a_reader_under_way(owner: Owner, peer: Peer, call
     reader.go_on.set()
     for thread in threads:
         thread.join(20)
-    assert seen == [True, True]
-    assert peer.hear() == wire.Done(A)
+    assert seen == [True, True] and peer.hear() == wire.Done(A)
     assert not owner.poll() and owner.receiver.counts().taken == 0
 
 
@@ -106,9 +100,6 @@ def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> 
     assert not owner.poll()
 
 
-# -- sizes and bounds
-
-
 def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
     owner.expect(A, limit=9_999)
     assert peer.offer(A) == wire.Nack(A, "it has 10000 bytes; expected at most 9999")
@@ -118,8 +109,7 @@ def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> 
     assert peer.hears_nothing()
     owner.expect(C, limit=499)
     assert peer.hear() == wire.Nack(C, "it has 500 bytes; expected at most 499")
-    assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A)
-    assert owner.receiver.counts().refused == 3
+    assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A) and owner.receiver.counts().refused == 3
 
 
 def test_of_too_many_offers_the_oldest_is_forgotten(owner: Owner, peer: Peer) -> None:
@@ -158,9 +148,6 @@ def test_offers_of_a_name_keep_their_order() -> None:
     assert [o.peer for o in offers.pop_name("a")] == [b"q"] and len(offers) == 0
 
 
-# -- hostile frames
-
-
 def test_data_that_nobody_asked_for_is_dropped(owner: Owner, peer: Peer, other: Peer) -> None:
     owner.expect(A)
     peer.data(A, DATA)  # never offered
@@ -187,7 +174,7 @@ ODD = st.one_of(
     st.dictionaries(st.text(max_size=3), st.integers(0, 9), max_size=3),
 )
 TAGS = st.sampled_from(
-    ["hello", "offer", "data", "held", "retract", "withdraw", "go", "taken", "again", "", "x"]
+    ["hello", "offer", "data", "held", "retract", "withdraw", "stored", "go", "taken", "again", "", "x"]
 )
 HEADERS = st.one_of(
     st.binary(max_size=200),
@@ -198,6 +185,22 @@ HEADERS = st.one_of(
     st.sampled_from([*(lead + b"\xff" * 4 for lead in (b"\xdd", b"\xdb", b"\xdf")), b"x" * 65_537]),
 )
 MESSAGES = st.lists(HEADERS | st.binary(max_size=2_000), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(["held", A, 4096, metadata] for metadata in (bytes(wire.METADATA_BYTES + 1), b"", "text")),
+        *(["held", A, address, b"m"] for address in (0, -1, (1 << 62) + 1)),
+        *(["held", *fields] for fields in ([A, 4096, b"m", 1], [A, 4096], ["no name", 4096, b"m"])),
+        *(["stored", *fields] for fields in ([["no name!"]], [["a"] * 513], [], [[], 1])),
+    ],
+)
+def test_malformed_messages_are_not_understood(header: list[object]) -> None:
+    codec, held = wire.Codec(), ["held", A, 4096, b"m"]
+    assert codec.request(msgspec.msgpack.encode(held)) == wire.Held(A, 4096, b"m")
+    with pytest.raises(wire.Malformed):
+        codec.request(msgspec.msgpack.encode(header))
 
 
 def understood(frames: list[bytes]) -> bool:
@@ -236,12 +239,8 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
         assert sent >= 2_000
         assert not owner.poll() and not owner.read
         assert greeted.ask(wire.Offer(B, 1)) == wire.Done(B)
-        assert deliver(greeted, A) == wire.Ack(A)
-        assert owner.wait_for(A)[0].taken
+        assert deliver(greeted, A) == wire.Ack(A) and owner.wait_for(A)[0].taken
     assert len(caplog.records) < 20, "the log was flooded"
-
-
-# -- life
 
 
 def test_an_address_that_cannot_be_bound_is_named(owner: Owner) -> None:
@@ -285,8 +284,7 @@ def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations()
         owner.receiver.withdraw(A), owner.receiver.settle(A)
         with Owner(owner.url) as successor:
             successor.expect(C)
-            assert outgoing.wait_for(ticket).delivered
-            assert successor.wait_for(C)[0].taken
+            assert outgoing.wait_for(ticket).delivered and successor.wait_for(C)[0].taken
 
 
 def test_ipv6(owner: Owner) -> None:

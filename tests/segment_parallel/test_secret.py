@@ -1,7 +1,11 @@
-"""Who has the secret is let in, and nobody else: both ways, over real sockets."""
+"""Who has the secret is let in, and nobody else: both ways, over real sockets; and may have records sent and
+awaited, for the request that is signed and for a minute."""
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,13 @@ import pytest
 import zmq
 
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.primitives.options import LinkDefaults, link_of_request
+from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.segment_parallel.notifier import withdraw
-from vllm_hypic.segment_parallel.secret import Secret, _verdict
+from vllm_hypic.segment_parallel.permits import LIFETIME_S, Permits, Subject
+from vllm_hypic.segment_parallel.secret import Secret, _verdict, secret_of
 
-from .peers import ANY_PORT, Outgoing, Owner, bytes_of, name_of
+from .peers import ANY_PORT, DATA, A, Outgoing, Owner
 
 RIGHT, WRONG = Secret(b"right" * 8), Secret(b"wrong" * 8)
 
@@ -25,8 +32,8 @@ def test_a_file_is_read_without_the_white_space_around_it(tmp_path: Path) -> Non
     assert Secret.read(None) is None
     assert all(secret is not None for secret in secrets)
     with Owner(secret=secrets[0]) as owner, Outgoing(secret=secrets[1]) as outgoing:
-        owner.expect(name_of(0))
-        assert outgoing.deliver(name_of(0), b"x" * 100, owner.url).delivered
+        owner.expect(A)
+        assert outgoing.deliver(A, b"x" * 100, owner.url).delivered
 
 
 @pytest.mark.parametrize(
@@ -54,20 +61,17 @@ def test_a_file_that_is_no_secret_is_named(tmp_path: Path, content: bytes | None
     ids=["another secret", "no secret", "no secret there"],
 )
 def test_others_are_kept_out(server: Secret | None, client: Secret | None) -> None:
-    name, data = name_of(1), bytes_of(name_of(1), 100_000)
     with Owner(secret=server) as owner, Outgoing(secret=client) as outgoing:
-        owner.expect(name)
-        sent = outgoing.deliver(name, data, owner.url, deadline_s=0.8)
-        assert not sent.delivered
-        assert sent.reason.startswith(
-            "no answer (no receiver listens there, or its secret differs) within 0.8 s"
-        )
+        owner.expect(A)
+        sent = outgoing.deliver(A, DATA, owner.url, deadline_s=0.8)
+        said = "no answer (no receiver listens there, or its secret differs) within 0.8 s"
+        assert not sent.delivered and sent.reason.startswith(said)
         with pytest.raises(TimeoutError):
-            withdraw(owner.url, "ns", [name], client, timeout_s=0.4)
+            withdraw(owner.url, "ns", [A], client, timeout_s=0.4)
         assert not owner.poll() and not owner.read
         with Outgoing(secret=server) as one_of_us:  # it was not the receiver that was out of order
-            assert one_of_us.deliver(name, data, owner.url).delivered
-        assert owner.wait_for(name)[0].taken
+            assert one_of_us.deliver(A, DATA, owner.url).delivered
+        assert owner.wait_for(A)[0].taken
 
 
 def _server(context: zmq.Context[Any]) -> zmq.Socket[Any]:
@@ -77,9 +81,7 @@ def _server(context: zmq.Context[Any]) -> zmq.Socket[Any]:
     return socket
 
 
-def _client(
-    server: zmq.Socket[Any], key_pair: tuple[bytes, bytes] | None = None, says: bytes = b"hello"
-) -> zmq.Socket[Any]:
+def _client(server: zmq.Socket[Any], key_pair: Any = None, says: bytes = b"hello") -> zmq.Socket[Any]:
     """A client in a context of its own, with the right secret's keys or these."""
     socket = zmq.Context().socket(zmq.DEALER)
     socket.linger = 0
@@ -133,3 +135,128 @@ def test_only_the_derived_client_key_is_admitted(change: dict[int, bytes]) -> No
 
 def test_a_secret_does_not_show() -> None:
     assert "right" not in repr(RIGHT) + str(RIGHT)
+
+
+NOW = 1_800_000_000.5
+KEY = "0123456789abcdef" * 4
+PUSH: dict[str, Any] = {"hypic_push_to": "tcp://10.0.0.9:7100", "hypic_push_deadline_s": 50.0}
+REMOTE: dict[str, Any] = {"hypic_remote": [KEY, KEY[::-1]], "hypic_remote_deadline_s": 50}
+SUBJECT = Subject((5, 6, 7), "tenant")
+
+
+def permits(secret: bytes = b"s" * 32, now: float = NOW) -> Permits:
+    return Permits(secret, clock=lambda: now)
+
+
+def signed(options: dict[str, Any], subject: Subject = SUBJECT, **by: Any) -> dict[str, Any]:
+    return {**options, "hypic_permit": permits(**by).issue(options, subject)}
+
+
+@pytest.mark.parametrize("options", [PUSH, REMOTE, {**PUSH, **REMOTE, "hypic_link": "block", "other": [1]}])
+def test_what_a_router_signs_is_taken(options: dict[str, Any]) -> None:
+    permits().check(signed(options), SUBJECT)
+    # Others' arguments, the order of options, and sequences that are no lists are not the router's business.
+    again = {"another": 5, **dict(reversed(signed(options).items()))}
+    permits().check({k: tuple(v) if k == "hypic_remote" else v for k, v in again.items()}, SUBJECT)
+    link_of_request(signed(options), LinkDefaults("hypic", 8))
+
+
+def test_requests_without_transfer_options_need_none() -> None:
+    for options in ({}, {"hypic_link": "block"}, {"hypic_push_to": None}, {"hypic_permit": "x"}):
+        permits().check(options, SUBJECT)
+
+
+@pytest.mark.parametrize(
+    "options", [PUSH, REMOTE, {"hypic_push_deadline_s": 1}, {"hypic_remote_deadline_s": 1}]
+)
+def test_without_a_permit_each_option_is_refused_by_name(options: dict[str, Any]) -> None:
+    with pytest.raises(LinkError, match=rf"^{next(iter(options))}: only a router may send this"):
+        permits().check(options, SUBJECT)
+
+
+@pytest.mark.parametrize("permit", ["", "x", 7, f"-{'0' * 64}", f"1-{'0' * 63}", f"1-{'G' * 64}", "9" * 5000])
+def test_what_has_not_its_form_is_refused(permit: Any) -> None:
+    with pytest.raises(LinkError, match=r"hypic_permit=.*expected UNIX_TIME-HMAC") as refusal:
+        permits().check({**PUSH, "hypic_permit": permit}, SUBJECT)
+    assert len(str(refusal.value)) < 300
+
+
+def test_forged_permits_are_refused() -> None:
+    until, mac = signed(PUSH)["hypic_permit"].split("-")
+    longer = f"{int(until) + 1}-{mac}"
+    for forged in (longer, f"{until}-{'0' * 64}", signed(PUSH, secret=b"t" * 32)["hypic_permit"]):
+        with pytest.raises(LinkError, match="not valid for this request"):
+            permits().check({**PUSH, "hypic_permit": forged}, SUBJECT)
+
+
+@pytest.mark.parametrize(
+    ("options", "subject"),
+    [
+        (PUSH, Subject((5, 6, 8), "tenant")),
+        (PUSH, Subject((56, 7), "tenant")),
+        (PUSH, Subject((5, 6, 7), "another")),
+        (PUSH, Subject((5, 6, 7), None)),
+        (PUSH, Subject((5, 6, 7), "tenant", "adapter")),
+        ({**PUSH, "hypic_push_to": "tcp://10.0.0.9:22"}, SUBJECT),
+        ({**PUSH, "hypic_push_deadline_s": 51.0}, SUBJECT),
+        ({**PUSH, "hypic_link": "block"}, SUBJECT),
+        ({**PUSH, **REMOTE}, SUBJECT),
+        (REMOTE, Subject((5, 6, 7), "another")),
+        ({**REMOTE, "hypic_remote": [KEY, KEY]}, SUBJECT),
+        ({**REMOTE, "hypic_push_to": "tcp://10.0.0.9:22"}, SUBJECT),
+    ],
+)
+def test_a_permit_cannot_be_moved(options: dict[str, Any], subject: Subject) -> None:
+    permit = signed(PUSH if options.get("hypic_push_to") and "hypic_remote" not in options else REMOTE)
+    permits().check(permit, SUBJECT)
+    with pytest.raises(LinkError, match="not valid for this request"):
+        permits().check({**options, "hypic_permit": permit["hypic_permit"]}, subject)
+
+
+def test_awaited_records_are_named_by_what_they_hold_so_their_prompt_is_not_signed() -> None:
+    """A chat template may make other ids of the same words at the engine."""
+    permits().check(signed(REMOTE), Subject((9,), "tenant"))
+
+
+@pytest.mark.parametrize(
+    ("later_s", "fine"), [(-70, False), (-50, True), (59, True), (61, False), (4e9, False)]
+)
+def test_a_permit_ends(later_s: float, fine: bool) -> None:
+    """Also where the engine's clock is behind by more than a permit lasts."""
+    assert LIFETIME_S == 60
+    late = pytest.raises(LinkError, match=r"from now: expected 0 to 120; .*clocks")
+    with nullcontext() if fine else late:
+        permits(now=NOW + later_s).check(signed(PUSH), SUBJECT)
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "vllm-hypic" / "segment-parallel-secret"
+
+
+def test_without_a_file_a_users_processes_share_one_that_the_first_makes(state: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        [secret] = set(threads.map(secret_of, [None] * 32))
+    assert len(secret) == 64 and state.stat().st_mode & 0o777 == 0o600
+    assert list(state.parent.iterdir()) == [state]
+    assert secret_of(None) == secret_of(str(state)) == secret
+
+
+def test_one_that_others_can_read_or_that_cannot_be_made_is_named(state: Path) -> None:
+    secret_of(None)
+    state.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"secret belongs to user .*, mode 640: expected .*mode 600"):
+        secret_of(None)
+    state.unlink()
+    state.parent.rmdir()
+    state.parent.write_text("in the way")
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*set secret_file"):
+        secret_of(None)
+
+
+def test_another_users_secret_is_refused(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret_of(None)
+    monkeypatch.setattr(os, "geteuid", lambda: state.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        secret_of(None)

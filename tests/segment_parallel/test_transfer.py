@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import hashlib
 import signal
 import socket
 import threading
@@ -20,7 +19,7 @@ from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.transport import Route
 from vllm_hypic.store.protocol import Verdict
 
-from .peers import LONG_S, MIB, Child, Outgoing, Owner, Throttle, bytes_of, name_of, over_both, until
+from .peers import LONG_S, MIB, Child, Outgoing, Owner, Throttle, bytes_of, digest, name_of, over_both, until
 
 pytestmark = pytest.mark.processes
 
@@ -28,10 +27,6 @@ A, B, C = name_of(1), name_of(2), name_of(3)
 DATA = bytes_of(A, 100_000)
 BIG = 64 * MIB
 SECRET = Secret(b"s" * 32)
-
-
-def digest(name: str, nbytes: int) -> bytes:
-    return hashlib.sha256(bytes_of(name, nbytes)).digest()
 
 
 @pytest.fixture
@@ -71,25 +66,20 @@ def closed_port() -> str:
     return url
 
 
-# -- the plain way
-
-
 @over_both
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "secret"])
 @pytest.mark.parametrize("nbytes", [1, 65_535, 65_536, 5_000_001])
 def test_a_record_arrives_whole(transport: str, secret: Secret | None, nbytes: int) -> None:
     data = bytes_of(A, nbytes)
-    with (
-        Owner(secret=secret, transport=transport) as owner,
-        Outgoing(secret=secret, transport=transport) as outgoing,
-    ):
+    how: dict[str, Any] = {"secret": secret, "transport": transport}
+    with Owner(**how) as owner, Outgoing(**how) as outgoing:
         ticket = outgoing.send(A, data, owner.url)
         assert outgoing.sender.pending_bytes() == nbytes
         owner.expect(A)
         sent = outgoing.wait_for(ticket)
         assert (sent.name, sent.destination, sent.delivered, sent.reason) == (A, owner.url, True, "")
         assert sent.seconds > 0 and outgoing.sender.pending_bytes() == 0
-        assert owner.read == [hashlib.sha256(data).digest()]
+        assert owner.read == [digest(data)]
         [received] = owner.wait_for(A)
         assert received.taken and received.nbytes == nbytes and received.route is Route(transport)
 
@@ -101,8 +91,7 @@ def test_bytes_are_not_copied_and_let_go_of(owner: Owner, proxy: Throttle) -> No
         ticket = stopped(outgoing, proxy, data)
         data[-MIB:] = bytes(MIB)  # has not left yet: a copy would not change
         proxy.open()
-        assert outgoing.wait_for(ticket).delivered
-        assert owner.read == [hashlib.sha256(data).digest()]
+        assert outgoing.wait_for(ticket).delivered and owner.read == [digest(data)]
 
     def resized() -> bool:
         gc.collect()
@@ -124,8 +113,7 @@ def test_a_refusal_is_reported_with_its_reason(transport: str, verdict: Verdict)
         sent = outgoing.deliver(A, DATA, owner.url)
         assert not sent.delivered and sent.reason == f"refused: the record is {verdict.value}"
         owner.verdict = Verdict.TAKEN
-        assert outgoing.deliver(A, DATA, owner.url).delivered
-        assert owner.wait_for(A)[0].taken
+        assert outgoing.deliver(A, DATA, owner.url).delivered and owner.wait_for(A)[0].taken
 
 
 def test_an_oversize_record_does_not_travel(owner: Owner, outgoing: Outgoing, proxy: Throttle) -> None:
@@ -184,13 +172,10 @@ def test_records_of_many_processes_arrive_whole() -> None:
             told = [child.line() for child in children for _ in range(50)]
         assert {words[0] for words in told} == set(names)
         assert {words[1] for words in told} == {"True"}
-        assert set(owner.read) == {digest(name, MIB) for name in names} and len(owner.read) == 200
+        assert set(owner.read) == {digest(bytes_of(name, MIB)) for name in names} and len(owner.read) == 200
         counts = owner.receiver.counts()
         assert (counts.bytes, counts.pulled) == (200 * MIB, sum(x.route is Route.NIXL for x in received))
         assert 1 <= counts.pulled <= 100
-
-
-# -- destinations that are not there, hang, or restart
 
 
 def test_a_destination_that_is_out_of_order_delays_no_other(owner: Owner, outgoing: Outgoing) -> None:
@@ -241,8 +226,7 @@ def test_a_restart_in_the_middle_gets_it_all(owner: Owner, outgoing: Outgoing, p
     with Owner(owner.url) as restarted:
         restarted.expect(A)
         proxy.open()
-        assert outgoing.wait_for(ticket).delivered
-        assert restarted.read == [hashlib.sha256(data).digest()]
+        assert outgoing.wait_for(ticket).delivered and restarted.read == [digest(data)]
 
 
 def test_a_restart_with_another_model_is_noticed(outgoing: Outgoing) -> None:
@@ -287,7 +271,7 @@ def test_a_record_that_is_late_is_let_go_of(owner: Owner, outgoing: Outgoing, pr
     data[:] = bytes(BIG)  # from now on it is the caller's again
     proxy.open()
     assert outgoing.wait_for(waiting).delivered  # over a connection of its own
-    assert owner.read == [hashlib.sha256(DATA).digest()] and set(owner.poll()) == {B}
+    assert owner.read == [digest(DATA)] and set(owner.poll()) == {B}
 
 
 def test_bytes_that_have_not_left_are_held(owner: Owner, outgoing: Outgoing, proxy: Throttle) -> None:
@@ -304,9 +288,6 @@ def test_bytes_that_have_not_left_are_held(owner: Owner, outgoing: Outgoing, pro
     assert not owner.read and not owner.poll()
 
 
-# -- senders that are killed or stopped
-
-
 def test_a_sender_killed_leaves_nothing_behind(owner: Owner, outgoing: Outgoing, proxy: Throttle) -> None:
     with Child("send", "tcp", proxy.url, LONG_S, BIG, A) as child:
         owner.expect(A)
@@ -318,7 +299,7 @@ def test_a_sender_killed_leaves_nothing_behind(owner: Owner, outgoing: Outgoing,
         child.kill()
         child.wait()
         assert outgoing.wait_for(ticket).reason == ""
-        assert owner.read == [digest(A, BIG)] and owner.wait_for(A)[0].taken
+        assert owner.read == [digest(bytes_of(A, BIG))] and owner.wait_for(A)[0].taken
         assert owner.receiver.counts().dropped == 0
 
 
@@ -334,34 +315,26 @@ def test_a_sender_that_is_stopped_and_goes_on(outgoing: Outgoing) -> None:
         until(lambda: proxy.full)
         child.send_signal(signal.SIGSTOP)
         assert outgoing.deliver(A, bytes_of(A, 4 * MIB), owner.url).reason == ""
-        assert owner.read == [digest(A, 4 * MIB)]
+        assert owner.read == [digest(bytes_of(A, 4 * MIB))]
         owner.expect(B)
         child.send_signal(signal.SIGCONT)
         proxy.open()
         told = {words[0]: words[1:] for words in (child.line(), child.line())}
         assert owner.receiver.counts().dropped == 0 and owner.receiver.counts().late == 1
         assert told == {A: ["True", "not needed"], B: ["True"]}
-        assert owner.read == [digest(A, 4 * MIB), digest(B, 4 * MIB)]
+        assert owner.read == [digest(bytes_of(A, 4 * MIB)), digest(bytes_of(B, 4 * MIB))]
         assert all(received.taken for received in owner.wait_for(A, B))
 
 
-# -- withdrawing
-
-
-def test_a_withdrawal_arrives(owner: Owner) -> None:
+@pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "secret"])
+async def test_a_withdrawal_arrives(secret: Secret | None) -> None:
     names = [name_of(i) for i in range(1200)]  # several messages
-    owner.expect(*names)
-    withdraw(owner.url, "ns", names, None)
-    assert not any(received.taken for received in owner.wait_for(*names))
-    withdraw(owner.url, "ns", [], None)
-    assert owner.receiver.counts().withdrawn == 1200
-
-
-async def test_a_withdrawal_under_asyncio_with_a_secret() -> None:
-    with Owner(secret=SECRET) as owner:
-        owner.expect(A)
-        await asyncio.to_thread(withdraw, owner.url, "ns", [A], SECRET)
-        assert not owner.wait_for(A)[0].taken
+    with Owner(secret=secret) as owner:
+        owner.expect(*names)
+        await asyncio.to_thread(withdraw, owner.url, "ns", names, secret)
+        assert not any(received.taken for received in owner.wait_for(*names))
+        await asyncio.to_thread(withdraw, owner.url, "ns", [], secret)
+        assert owner.receiver.counts().withdrawn == 1200
 
 
 def test_a_withdrawal_that_nobody_takes() -> None:
@@ -370,9 +343,6 @@ def test_a_withdrawal_that_nobody_takes() -> None:
         for nobody in (url, closed_port()):
             with pytest.raises(TimeoutError, match=r"did not take the message within 0.3 s"):
                 withdraw(nobody, "ns", [A], None, timeout_s=0.3)
-
-
-# -- arguments, life
 
 
 @pytest.mark.parametrize(
@@ -433,8 +403,7 @@ def test_an_idle_connection_is_closed_and_made_again(owner: Owner) -> None:
     with Outgoing(idle_s=0.3) as outgoing:
         before = connections()
         owner.expect(A, B)
-        assert outgoing.deliver(A, DATA, owner.url).delivered
-        assert connections() > before
+        assert outgoing.deliver(A, DATA, owner.url).delivered and connections() > before
         until(lambda: connections() <= before)
         assert outgoing.deliver(B, DATA, owner.url).delivered
 

@@ -6,7 +6,6 @@ import http.client
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,12 +18,10 @@ from vllm_hypic.segment_parallel import events
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.secret import Secret
 
-from ..peers import until
+from ..peers import Closing, until
 from .fake import PERMITS, FakeInstance, behave
 
 BOUND_S = 20.0
-
-
 EXPLAIN = {"x-hypic-breakdown": "1"}
 
 
@@ -95,7 +92,7 @@ class RunningRouter:
         self._server.stop()
 
 
-class Site:
+class Site(Closing):
     """Starts fakes and routers, and stops them all."""
 
     def __init__(self) -> None:
@@ -138,15 +135,6 @@ class Site:
                     ended.result(2 * STOP_S)
 
 
-@contextmanager
-def running() -> Iterator[Site]:
-    site = Site()
-    try:
-        yield site
-    finally:
-        site.close()
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy machines keep instances silent for seconds; tests of dead ones say how long is too long."""
@@ -156,11 +144,11 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Site]:
     """A site for tests that leave no trace in it."""
-    with running() as found:
+    with Site() as found:
         yield found
 
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with running() as found:
+    with Site() as found:
         yield found

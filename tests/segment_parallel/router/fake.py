@@ -185,22 +185,15 @@ class FakeInstance:
     # -- the engine ------------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        return description(
-            instance=self.instance,
-            models=self.models,
-            namespace=self.namespace,
-            receiver=self.receiver.url,
-            events=self.events_url,
-            max_model_len=self.limits.max_request_tokens + 1,
-            limits=self.limits,
-            deadline_s=self.deadline_s,
-            shared_tiers=tuple(self.tiers),
-        )
+        own = {
+            name: getattr(self, name) for name in ("instance", "models", "namespace", "limits", "deadline_s")
+        }
+        where = {"receiver": self.receiver.url, "events": self.events_url, "shared_tiers": tuple(self.tiers)}
+        return description(**own, **where, max_model_len=self.limits.max_request_tokens + 1)
 
     def plan(self, body: dict[str, Any]) -> PromptPlan:
         """The plan that an engine would make."""
-        extra = body.get("vllm_xargs") or {}
-        method = link_of_request(extra, LinkDefaults("hypic", SEAM))
+        method = link_of_request(body.get("vllm_xargs") or {}, LinkDefaults("hypic", SEAM))
         namespace = Namespace(self.namespace).scoped(salt=body.get("cache_salt"), lora=None)
         pieces = parse_prompt(ids_of(body), IDS)
         return build_plan(pieces, method, namespace, self.limits, min_segment_tokens=LEAST)
@@ -233,8 +226,7 @@ class FakeInstance:
         self._making.pop(key, None)
 
     async def _push(self, key: str, destination: str, seconds: float) -> bool:
-        record = memoryview(key.encode() * 4)
-        ticket = self.sender.send(object_name(key), record, destination, seconds)
+        ticket = self.sender.send(object_name(key), memoryview(key.encode() * 4), destination, seconds)
         while ticket not in self._sent:
             await asyncio.sleep(0.002)
             self._sent.update({s.ticket: s.delivered for s in self.sender.poll()})
@@ -250,14 +242,11 @@ class FakeInstance:
             await asyncio.sleep(0.002)
             self._received.update({found.name: found for found in self.receiver.poll()})
         received = self._received.pop(name, None)
-        stored = (
-            received is not None
-            and received.outcome is Outcome.IN_TIER
-            and any(key in held for held in self.tiers.values())
-        )
+        outcome = received.outcome if received is not None else None
+        stored = outcome is Outcome.IN_TIER and any(key in held for held in self.tiers.values())
         if stored:
             self.fetched.append(key)
-        if received is not None and (received.taken or stored):
+        if stored or outcome is Outcome.TAKEN:
             self.have(key)
             self.receiver.settle(name)
             self._making.pop(key, None)
@@ -284,13 +273,12 @@ class FakeInstance:
 
     async def _answer(self, seen: Seen, request: Request) -> Response:
         b = self.behaviour
+        statuses = {"/v1/hypic/describe": b.describe_status, "/tokenize": b.tokenize_status}
+        if (status := statuses.get(seen.path)) is not None:
+            return error(status, "told to fail")
         if seen.path == "/v1/hypic/describe":
-            if b.describe_status is not None:
-                return error(b.describe_status, "no description")
             return Response(msgspec.json.encode(self.describe()), media_type="application/json")
         if seen.path == "/tokenize":
-            if b.tokenize_status is not None:
-                return error(b.tokenize_status, "no tokens")
             return JSONResponse({"tokens": ids_of(seen.json), "count": 0, "max_model_len": 0})
         if seen.path == "/detokenize":
             return JSONResponse({"prompt": "<|hypic_sep|>" if seen.json["tokens"] == [SEP] else ""})
@@ -325,12 +313,10 @@ class FakeInstance:
             return error(b.answer_status, "told to fail")
         remote = seen.extra.get("hypic_remote", [])
         seconds = seen.extra.get("hypic_remote_deadline_s", 60.0)
-        waits = {}
-        for segment in plan.segments if plan is not None else ():
-            if segment.key not in waits:
-                await_s = seconds if segment.key in remote else None
-                waits[segment.key] = self._obtain(segment.key, segment.stop, await_s)
-        await asyncio.gather(*waits.values())
+        lengths = {s.key: s.stop for s in plan.segments} if plan is not None else {}
+        await asyncio.gather(
+            *(self._obtain(k, n, seconds if k in remote else None) for k, n in lengths.items())
+        )
         if not body.get("stream"):
             return Response(ANSWER, 200, {"x-engine": "fake"}, "application/json")
         return StreamingResponse(self._stream(), 200, {"x-engine": "fake"}, "text/event-stream")
@@ -394,14 +380,10 @@ STREAM = [
 """Split where it hurts: within a character, between lines."""
 
 
-def chat_text(messages: list[dict[str, Any]]) -> str:
-    return " ".join(f"<{m['role']}> {m['content']}" for m in messages) + " <assistant>"
-
-
 def ids_of(body: dict[str, Any]) -> list[int]:
     prompt = body.get("prompt")
     if prompt is None and "messages" in body:
-        prompt = chat_text(body["messages"])
+        prompt = " ".join([*(f"<{m['role']}> {m['content']}" for m in body["messages"]), "<assistant>"])
     if isinstance(prompt, str):
         return tokens_of(prompt)
     return [t for t in prompt or [] if isinstance(t, int)]

@@ -67,18 +67,14 @@ def decided(of: InstancePool, request: Planned, *coming: str) -> Decision:
     return decide(request, of.instances[0], of.spreading(), Traffic(*coming))
 
 
-def tokens_at(decision: Decision, worker: Instance) -> int:
-    return sum(t.ask.tokens for t in decision.tasks if t.worker is worker)
-
-
 def test_present_loads_are_evened_out() -> None:
     of = pool(2)
     _, one, two = of.instances
 
     def ahead() -> int:
         """By how many tokens more the second worker has."""
-        found = decided(of, planned([100] * 8))
-        return tokens_at(found, two) - tokens_at(found, one)
+        tasks = decided(of, planned([100] * 8)).tasks
+        return sum(t.ask.tokens * ((t.worker is two) - (t.worker is one)) for t in tasks)
 
     assert abs(ahead()) <= 2
     one.view.load_tokens = 400
@@ -121,8 +117,7 @@ def test_long_segments_weigh_more_than_their_tokens() -> None:
     for quadratic, alone in ((0.0, False), (1.0, True)):
         weighed = replace(even, description=structs.replace(even.description, quadratic=quadratic))
         spread = decided(pool(2), weighed)
-        with_longest = [t for t in spread.tasks if t.worker is spread.tasks[0].worker]
-        assert (len(with_longest) == 1) is alone
+        assert (len([t for t in spread.tasks if t.worker is spread.tasks[0].worker]) == 1) is alone
 
 
 def test_what_the_combine_node_makes_or_gets_is_not_asked_for_again() -> None:
@@ -150,8 +145,7 @@ def test_what_others_make_is_joined_even_where_spreading_gains_nothing() -> None
     assert decision.gain < 0 and decision.joins
     alone = decision.only_joining()
     assert [(t.ask.key, t.worker, t.source) for t in alone.tasks] == [(keys[0], one, RecordSource.JOINED)]
-    assert [s.key for s in alone.local] == keys[1:]
-    assert alone.combine is combine
+    assert [s.key for s in alone.local] == keys[1:] and alone.combine is combine
 
 
 def test_gain_does_not_depend_on_what_all_wait_for() -> None:
@@ -234,8 +228,7 @@ def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
     first, _, third, worker = of.instances
     assert change(0, "z") == [(first, Exclusion.NAMESPACE)]
     assert of.settle() == []  # counted once
-    excluded = change(1, "z")
-    assert {i for i, _ in excluded} == {third, worker} and first.state is InstanceState.DESCRIBED
+    assert {i for i, _ in change(1, "z")} == {third, worker} and first.state is InstanceState.DESCRIBED
     assert change(3, "z") == [] and worker.state is InstanceState.DESCRIBED
     worker.description = structs.replace(DESCRIPTION, receiver="tcp://127.0.0.1:7000", namespace="z")
     assert of.settle() == [(worker, Exclusion.RECEIVER)]

@@ -1,13 +1,21 @@
-"""Cold prompts are spread, warm ones are not, and the client notices nothing of it."""
+"""Cold prompts are spread, warm ones are not; the client notices nothing, and sends no records itself."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from http_server import HttpServer
+
+from vllm_hypic.config.router import RouterConfig
+from vllm_hypic.segment_parallel.permits import Permits
 
 from ..peers import until
-from .conftest import EXPLAIN, Site, breakdown
+from .conftest import BOUND_S, EXPLAIN, RunningRouter, Site, breakdown
 from .fake import ANSWER, LENGTHS, SEP, STREAM, behave, cold, tokens_of
 
 
@@ -40,18 +48,6 @@ def test_segments_go_to_the_workers_and_arrive_before_the_answer(site: Site) -> 
     loads = [sum(tokens[k] for k in w.computed) for w in workers]
     assert max(loads) <= (4 / 3 - 1 / 6) * sum(LENGTHS) / 2
     until(lambda: router.counted("hypic_router_dispatch_seconds_count") == 1, "the dispatch is observed")
-
-
-def test_the_same_again_goes_whole(site: Site) -> None:
-    router, workers, [combine] = site.start()
-    prompt = cold()
-    assert router.complete(prompt).status_code == 200
-    until(lambda: router.instance(combine)["resident"] == 8, "events of the receiver")
-    router.idle()
-    told = breakdown(router.complete(prompt, headers=EXPLAIN))
-    assert told.get("reason") == "no_gain", told
-    assert "hypic_remote" not in combine.composed[-1].extra
-    assert len(workers[0].segment_requests + workers[1].segment_requests) == 8
 
 
 def test_a_stream_comes_byte_for_byte(site: Site) -> None:
@@ -88,8 +84,7 @@ def test_chats_and_token_lists_are_spread_too(site: Site) -> None:
     assert len(combine.composed[-1].extra["hypic_remote"]) == 3
     router.idle()
     before = sum(s.path == "/tokenize" for f in site.fakes for s in f.seen)
-    ids = tokens_of(cold([80, 90, 100]))
-    assert router.complete(ids).status_code == 200
+    assert router.complete(tokens_of(cold([80, 90, 100]))).status_code == 200
     assert len(combine.composed[-1].extra["hypic_remote"]) == 3
     assert sum(s.path == "/tokenize" for f in site.fakes for s in f.seen) == before
     assert combine.computed == []
@@ -129,6 +124,7 @@ def test_salt_rights_and_options_travel_with_the_segments(site: Site) -> None:
         ("segment_ids", {"prompt": "a <|hypic_segment:x|> b <|hypic_sep|>"}),
         ("other_model", {"model": "adapter"}),
         ("not_planned", {"vllm_xargs": {"hypic_link": "nonsense"}}),
+        *(("not_planned", {"prompt": form(cold([100] * 90))}) for form in (str, tokens_of)),  # too long
         ("no_gain", {"prompt": cold([300])}),
         ("no_gain", {"prompt": cold([30, 30], "x " * 4000)}),
     ],
@@ -139,8 +135,7 @@ def test_what_gains_nothing_goes_whole(lasting: Site, reason: str, more: dict) -
     [router], [worker, combine] = lasting.routers, lasting.fakes
     combine.seen.clear()
     before = router.counted("hypic_router_whole_total", reason)
-    body = {"prompt": cold(), **more}
-    sent = json.dumps(body, indent=3).encode()
+    sent = json.dumps({"prompt": cold(), **more}, indent=3).encode()
     headers = {"content-type": "application/json", **EXPLAIN}
     answer = router.http.post("/v1/completions", content=sent, headers=headers)
     assert breakdown(answer)["reason"] == reason
@@ -170,8 +165,7 @@ def test_everything_else_is_passed_on_unchanged(site: Site) -> None:
 def test_a_pool_of_equals_computes_a_share_where_it_combines(site: Site) -> None:
     fakes = [site.fake(), site.fake()]
     router = site.router(fakes, fakes)
-    prompt = cold([100] * 8)
-    assert router.complete(prompt).status_code == 200
+    assert router.complete(cold([100] * 8)).status_code == 200
     [combine] = [f for f in fakes if f.composed]
     [worker] = [f for f in fakes if f is not combine]
     assert len(worker.segment_requests) == 4 and len(combine.resident) == 8
@@ -187,16 +181,14 @@ def test_what_another_instance_holds_is_sent_not_computed(site: Site) -> None:
     until(lambda: router.instance(workers[1])["resident"] == 6, "events")
     assert router.complete(prompt).status_code == 200
     assert sorted(workers[0].computed + workers[1].computed) == sorted(keys[6:])
-    assert combine.computed == []
-    assert router.counted("hypic_router_segments_total", "held") == 6
+    assert combine.computed == [] and router.counted("hypic_router_segments_total", "held") == 6
     assert router.counted("hypic_router_segments_total", "dispatched") == 2
 
 
 def test_a_request_goes_where_its_records_are_unless_others_wait_there(site: Site) -> None:
     router, _, combines = site.start(1, 2)
     prompt = cold([100, 100])
-    keys = [s.key for s in combines[0].plan({"prompt": prompt}).segments]
-    combines[1].have(*keys)
+    combines[1].have(*[s.key for s in combines[0].plan({"prompt": prompt}).segments])
     until(lambda: router.instance(combines[1])["resident"] == 2, "events")
     for _ in range(3):
         assert router.complete(prompt).status_code == 200
@@ -237,3 +229,93 @@ def test_many_requests_at_once_compute_everything_once_and_leave_nothing_behind(
     for fake in site.fakes:
         until(lambda f=fake: router.instance(f)["load_tokens"] == 0, "no load is left")
         assert router.instance(fake)["open_requests"] == 0
+
+
+OWN: dict[str, Any] = {
+    "hypic_push_to": "tcp://127.0.0.1:22",
+    "hypic_push_deadline_s": 100,
+    "hypic_remote": ["0" * 64],
+    "hypic_remote_deadline_s": 100,
+    "hypic_permit": f"1-{'0' * 64}",
+}
+
+
+@pytest.mark.parametrize("prompt", [cold([60, 80, 100]), "a b c"], ids=["spread", "whole"])
+def test_a_clients_own_transfer_options_are_left_out(site: Site, prompt: str) -> None:
+    router, workers, [combine] = site.start()
+    options = {"mine": 7, "hypic_link": "hypic"}
+    assert router.complete(prompt, cache_salt="tenant", vllm_xargs={**options, **OWN}).status_code == 200
+    [seen] = combine.completions
+    assert seen.json["cache_salt"] == "tenant" and seen.json["prompt"] == prompt
+    if prompt == "a b c":
+        assert seen.extra == options
+    else:
+        assert options.items() <= seen.extra.items()
+        assert "hypic_push_to" not in seen.extra and len(seen.extra["hypic_remote"]) == 3
+        assert all(s.extra["hypic_push_to"] == combine.receiver.url for w in workers for s in w.completions)
+        assert combine.computed == [] and router.counted("hypic_router_failures_total") == 0
+
+
+def test_an_instance_with_another_secret_is_given_up_for_the_segment(site: Site) -> None:
+    """Its answer says why, and somebody else computes it."""
+    worker, other, combine = site.fake(), site.fake(permits=Permits(b"q" * 32)), site.fake()
+    router = site.router([other, worker], [combine])
+    assert router.complete(cold([60, 80, 100, 120])).status_code == 200
+    assert other.computed == [] and len(worker.computed) == 4
+    assert router.counted("hypic_router_failures_total", other.url) == 2
+
+
+class Upstream:
+    """A host whose instance is below ``/inner``; it takes no part in segment parallelism."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.server = HttpServer(self, lifespan="off")
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        path = scope["raw_path"].decode()
+        described = path.endswith("/v1/hypic/describe")
+        if not described:
+            self.asked.append(path)
+        await send({"type": "http.response.start", "status": 404 if described else 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(scope="module")
+def below() -> Iterator[tuple[RunningRouter, Upstream]]:
+    upstream = Upstream()
+    url = upstream.server.url + "/inner"
+    router = RunningRouter(RouterConfig((url,), (url,)))
+    until(lambda: any(i["state"] == "plain" for i in router.health()["instances"]), "the instance known")
+    yield router, upstream
+    router.close()
+    upstream.server.stop()
+
+
+def asked(below: tuple[RunningRouter, Upstream], target: str) -> tuple[int, str, list[str]]:
+    """Status and body of the answer, and what reached the host; the path is sent as it is."""
+    router, upstream = below
+    before = len(upstream.asked)
+    with socket.create_connection(("127.0.0.1", router.port), timeout=BOUND_S) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: here\r\n\r\n".encode("latin-1"))
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        return answer.status, answer.read().decode(), upstream.asked[before:]
+
+
+@pytest.mark.parametrize("target", ["/a/b", "/a..b/..c/...", "//a//b", "/a%20b?c=../../d"])
+def test_paths_below_are_passed_on(below: tuple[RunningRouter, Upstream], target: str) -> None:
+    status, _, reached = asked(below, target)
+    assert status == 200 and reached == ["/inner" + target.partition("?")[0]]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("/a/../../b", "/..", "/../b", "/a/../b", "/..?c"),
+        *("/%2e%2e/b", "/.%2E/b", "/a%2f..%2f..%2fb", "/a/..\\..\\b", "/a/%2e%2e%5cb"),
+    ],
+)
+def test_paths_that_lead_up_are_refused(below: tuple[RunningRouter, Upstream], target: str) -> None:
+    status, body, reached = asked(below, target)
+    assert (status, reached) == (400, []) and "expected a path without '..'" in body

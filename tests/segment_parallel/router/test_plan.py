@@ -160,8 +160,7 @@ def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch:
 def test_the_longest_segment_that_a_model_takes() -> None:
     for n in (MODEL_LEN - 2, MODEL_LEN - 1, MODEL_LEN):
         side = engine(linear=True)
-        ids = [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3]
-        plan = planned_alike(side, ids, {}, None)
+        plan = planned_alike(side, [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3], {}, None)
         assert plan is not None and len(plan.segments) == (2 if n < MODEL_LEN else 1)
 
 

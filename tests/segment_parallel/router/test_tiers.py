@@ -68,9 +68,7 @@ def test_what_both_share_takes_the_records(site: Site, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("through", RecordRoute)
-def test_where_nothing_is_shared_or_direct_is_wanted_they_go_directly(
-    site: Site, through: RecordRoute
-) -> None:
+def test_where_nothing_is_shared_or_direct_is_wanted_they_go_direct(site: Site, through: RecordRoute) -> None:
     mine, other = {FAST: set[str]()}, {SLOW: set[str]()}
     combine = site.fake(tiers=mine)
     workers = [site.fake(tiers=mine if through is RecordRoute.DIRECT else other), site.fake()]
@@ -134,13 +132,10 @@ def test_a_worker_that_dies_between_storing_and_answering(site: Site) -> None:
 def test_a_record_that_left_the_tier_is_computed(site: Site) -> None:
     router, _, combine = start(site)
     combine.tiers = {FAST: set()}
-    assert ways(router) == ["tiers"] * 8
-    assert len(combine.computed) == 8 and combine.fetched == []
+    assert ways(router) == ["tiers"] * 8 and len(combine.computed) == 8 and combine.fetched == []
 
 
-def test_a_combine_node_that_reads_its_request_late_is_told_again(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_combine_node_that_reads_late_is_told_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifier, "_REMIND_S", 0.3)
     router, _, combine = start(site, {"deadline_s": 300.0})
     combine.receiver._machine._stored._age_s = 0.05  # forgets what it was told before its engine asks

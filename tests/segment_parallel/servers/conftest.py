@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -48,8 +47,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 def setup_of(name: str, server: RedisServer) -> Setup:
     """How the instance of that name runs."""
-    user = WORKER if name.startswith("worker") else COMBINE
-    setup = replace(SETUP, hypic=store_of(server, user))
+    setup = replace(SETUP, hypic=store_of(server, WORKER if name.startswith("worker") else COMBINE))
     if name != "worker1":
         return setup
     # Its computing process can be stopped while its engine goes on telling that it is there.
@@ -85,11 +83,3 @@ def stand(_cluster: Cluster, _draw: Writer, redis_server: RedisServer) -> Iterat
         for server in (*_cluster.instances, _cluster.router):
             resume(server)
     found.settled()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(300))

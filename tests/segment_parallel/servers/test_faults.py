@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_hypic.harness.cluster import pause, resume
+from vllm_hypic.harness.serving import Server
 
 from .conftest import SETUP
 from .stand import BOUND_S, LENGTHS, Stand, failures, grown, kill, parts
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 UP = "hypic_router_instance_up"
 SEGMENTS = "hypic_router_segments_total"
@@ -81,8 +85,7 @@ def test_all_workers_hang(stand: Stand):
     for worker in stand.cluster.workers:
         pause(worker)
     stand.right()
-    after = stand.samples()
-    assert grown(before, after, SEGMENTS, "local") == len(LENGTHS)
+    assert grown(before, stand.samples(), SEGMENTS, "local") == len(LENGTHS)
     # Known to be away by now: whole to one instance, at once.
     found = stand.right()
     assert found.breakdown is not None and found.breakdown.kind == "whole"
@@ -196,3 +199,53 @@ def _other_weights(folder: Path) -> Path:
         weights[name] = (weight.float() + noise.nan_to_num()).to(weight.dtype)
     save_file(weights, path, metadata={"format": "pt"})
     return folder
+
+
+def name(servers: Iterable[Server], weights: str) -> None:
+    for server in servers:
+        answer = httpx.put(f"{server.url}/v1/hypic/weights", json={"name": weights}, timeout=BOUND_S)
+        assert answer.json() == {"name": weights}
+
+
+@pytest.fixture
+def named(stand: Stand) -> Iterator[Stand]:
+    """In the end all have the weights that they were started with, and the router knows."""
+    yield stand
+    name(stand.cluster.instances, "")
+    sent(stand, expected=True)
+
+
+def sent(stand: Stand, *, expected: bool) -> None:
+    """Ask with new segments until workers compute them, or, not ``expected``, once: combine nodes do.
+
+    The answer is a single server's, whoever computed.
+    """
+    for _ in range(20):
+        stand.begin()
+        prompt = stand.prompt()
+        assert stand.ask(prompt).tokens == stand.alone(prompt).tokens
+        stand.settled()
+        landed = stand.counted("segments_received", stand.cluster.combines)
+        if bool(landed) is expected:
+            return
+        assert expected, f"{landed} segments came from servers that may have other weights"
+    raise AssertionError("no segment came from a worker")
+
+
+def test_a_name_brings_servers_whose_caches_were_reset_together_again(named: Stand) -> None:
+    cluster = named.cluster
+    sent(named, expected=True)
+    for server in cluster.instances:
+        for path in ("/pause", "/resume"):  # as who changes weights does it
+            httpx.post(server.url + path, timeout=BOUND_S).raise_for_status()
+    sent(named, expected=False)
+    name(cluster.combines, "step-2")
+    sent(named, expected=False)
+    name(cluster.workers, "step-2")
+    sent(named, expected=True)
+
+
+def test_a_name_that_is_too_long_is_refused(stand: Stand) -> None:
+    url = f"{stand.cluster.workers[0].url}/v1/hypic/weights"
+    answer = httpx.put(url, json={"name": "x" * 129}, timeout=BOUND_S)
+    assert answer.status_code == 400 and "at most 128 characters" in answer.text

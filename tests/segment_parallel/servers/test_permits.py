@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from select import select
 from typing import Any
 
 import httpx
@@ -16,31 +16,22 @@ from vllm_hypic.segment_parallel.secret import secret_of
 
 from .stand import BOUND_S, Stand
 
-
-@dataclass
-class Somebody:
-    """A service on this machine that nobody should connect to."""
-
-    listening: socket.socket
-
-    @property
-    def url(self) -> str:
-        return f"tcp://127.0.0.1:{self.listening.getsockname()[1]}"
-
-    @property
-    def called(self) -> bool:
-        try:
-            self.listening.accept()[0].close()
-        except BlockingIOError:
-            return False
-        return True
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def somebody() -> Iterator[Somebody]:
+def somebody() -> Iterator[socket.socket]:
+    """A service on this machine that nobody should connect to."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        listening.setblocking(False)
-        yield Somebody(listening)
+        yield listening
+
+
+def url_of(somebody: socket.socket) -> str:
+    return f"tcp://127.0.0.1:{somebody.getsockname()[1]}"
+
+
+def called(somebody: socket.socket) -> bool:
+    return bool(select([somebody], [], [], 0)[0])
 
 
 def post(stand: Stand, prompt: list[int], options: dict[str, Any], **body: Any) -> httpx.Response:
@@ -56,15 +47,15 @@ def warm_up(stand: Stand) -> list[int]:
 
 
 def signed(
-    options: dict[str, Any], prompt: list[int], *, ago_s: float = 0, secret: bytes | None = None
+    options: dict[str, Any], prompt: list[int], ago_s: float = 0, secret: bytes = b""
 ) -> dict[str, Any]:
     """As a router of this user on this machine does, ``ago_s`` ago, or who has another ``secret``."""
     permits = Permits(secret or secret_of(None), clock=lambda: time.time() - ago_s)
     return {**options, "hypic_permit": permits.issue(options, Subject(prompt, None))}
 
 
-def test_only_what_a_router_signed_is_sent(stand: Stand, somebody: Somebody):
-    options = {"hypic_push_to": somebody.url, "hypic_push_deadline_s": 0.5}
+def test_only_what_a_router_signed_is_sent(stand: Stand, somebody: socket.socket):
+    options = {"hypic_push_to": url_of(somebody), "hypic_push_deadline_s": 0.5}
     prompt, another = warm_up(stand), warm_up(stand)
     taken = signed(options, prompt)
     for why, refused in (
@@ -76,9 +67,9 @@ def test_only_what_a_router_signed_is_sent(stand: Stand, somebody: Somebody):
         ("the request came too late", post(stand, prompt, signed(options, prompt, ago_s=2 * LIFETIME_S))),
     ):
         assert refused.status_code == 400 and why in refused.json()["error"]["message"], refused.text
-    assert not somebody.called and stand.counted("segments_computed", stand.cluster.workers) == 0
+    assert not called(somebody) and stand.counted("segments_computed", stand.cluster.workers) == 0
     # The same with a permit: it is tried, and somebody is no receiver.
-    assert post(stand, prompt, taken).status_code == 500 and somebody.called
+    assert post(stand, prompt, taken).status_code == 500 and called(somebody)
 
 
 def test_only_what_a_router_signed_is_awaited(stand: Stand):
@@ -96,10 +87,10 @@ def test_only_what_a_router_signed_is_awaited(stand: Stand):
     assert post(stand, prompt, signed(options, warm_up(stand))).status_code == 200
 
 
-def test_a_routers_requests_are_taken_and_clients_own_options_left_out(stand: Stand, somebody: Somebody):
+def test_a_routers_requests_are_taken_and_clients_own_options_left_out(stand: Stand, somebody: socket.socket):
     prompt = stand.prompt()
-    own = {"hypic_push_to": somebody.url, "hypic_remote": ["0" * 64], "hypic_permit": "x"}
+    own = {"hypic_push_to": url_of(somebody), "hypic_remote": ["0" * 64], "hypic_permit": "x"}
     reply = stand.ask(prompt, vllm_xargs=own)
     assert reply.same_as(stand.alone(prompt))
     assert reply.breakdown is not None and (reply.breakdown.kind, reply.breakdown.local) == ("parallel", 0)
-    assert not somebody.called
+    assert not called(somebody)

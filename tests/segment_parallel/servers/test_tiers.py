@@ -13,6 +13,8 @@ from vllm_hypic.harness.serving import Server
 
 from .stand import BOUND_S, COMBINE, LENGTHS, WORKER, Stand, allow, parts
 
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
 RECORDS = "hypic_router_records_total"
 
 
@@ -35,16 +37,11 @@ def through(stand: Stand, routers: list[Router], redis_server: RedisServer) -> I
 
 
 def ask(server: Server, prompt: list[int]) -> Reply:
-    body = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}
-    return completion(server.url, body, timeout_s=BOUND_S)
+    return completion(server.url, {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}, timeout_s=BOUND_S)
 
 
 def ways(reply: Reply) -> list[str | None]:
     return [part.way for part in parts(reply)]
-
-
-def counted(router: Router, *name: str) -> float:
-    return router.samples().get(name, 0.0)
 
 
 def test_eight_segments_through_redis(stand: Stand, through: Router, redis_server: RedisServer):
@@ -60,7 +57,8 @@ def test_eight_segments_through_redis(stand: Stand, through: Router, redis_serve
     stand.expect("segments_pushed", stand.cluster.workers, len(LENGTHS))
     assert stand.counted("segments_received", stand.cluster.combines) == 0
     assert stand.counted("segments_computed", stand.cluster.combines) == 0
-    assert counted(through, RECORDS, "tiers") == len(LENGTHS) and counted(through, RECORDS, "direct") == 0
+    samples = through.samples()
+    assert samples[RECORDS, "tiers"] == len(LENGTHS) and not samples.get((RECORDS, "direct"))
     assert reply.same_as(stand.alone(prompt))
     # The other combine node has them from there, too, whoever asks it.
     [other] = [c for c in stand.cluster.combines if c.url != reply.breakdown.combine]
