@@ -82,8 +82,7 @@ def test_tools_are_reused_when_one_changes(example, server: Server) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_examples_print_what_is_reused(example, server: Server, name: str) -> None:
     example(name)
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), server.url]
-    ended = forked.run(command, timeout=540)
+    ended = forked.run([sys.executable, str(EXAMPLES / f"{name}.py"), server.url], timeout=540)
     assert ended.returncode == 0, ended.stderr[-3000:]
     reused = [int(line.rpartition("reused tokens: ")[2]) for line in ended.stdout.splitlines()]
     assert len(reused) == (4 if name == "agent_tools" else 2) and min(reused[1:]) > 1000

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import httpx
 import pytest
+from cache_api.conftest import words
 
 from vllm_hypic.cache_api.client import CacheError, SegmentCache, SegmentNotFound
 from vllm_hypic.harness.generators import EXAMPLE
@@ -39,20 +39,10 @@ def make_server(folder: Path, name: str) -> Server:
     )
 
 
-def text(seed: int) -> str:
-    rng = random.Random(seed)
-    return " ".join(f"w{rng.randrange(96)}" for _ in range(TOKENS))
-
-
 def ask(server: Server, prompt: str, replica: int) -> tuple[str, int]:
     """The answer of a replica, and how many tokens it had cached."""
-    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(
-        f"{server.url}/v1/completions",
-        json=body,
-        headers={"X-data-parallel-rank": str(replica)},
-        timeout=120,
-    )
+    body, rank = {"prompt": prompt, "max_tokens": 6, "temperature": 0}, {"X-data-parallel-rank": str(replica)}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=rank, timeout=120)
     said = answer.raise_for_status().json()
     details = said["usage"]["prompt_tokens_details"] or {}
     return said["choices"][0]["text"], details.get("cached_tokens") or 0
@@ -63,9 +53,9 @@ def ask(server: Server, prompt: str, replica: int) -> tuple[str, int]:
 @pytest.mark.engine
 def test_what_one_replica_is_told_both_know(tmp_path: Path) -> None:
     with make_server(tmp_path, "first") as server, SegmentCache(server.url) as cache:
-        one, two = cache.compile(text=text(1), pinned=True), cache.compile(text=text(2), ttl_s=3600)
+        one, two = cache.compile(text=words(1), pinned=True), cache.compile(text=words(2), ttl_s=3600)
         assert one.resident and one.pinned and two.resident and two.expires
-        assert cache.compile(text=text(1)).id == one.id
+        assert cache.compile(text=words(1)).id == one.id
         assert [s.id for s in cache.list()] == sorted([one.id, two.id])
         prompt = f"w1 w2{one.form}{two.form}w3 w4"
         answers = [ask(server, prompt, replica) for replica in range(REPLICAS)]

@@ -202,8 +202,7 @@ def save_byte_tokenizer(model: Path) -> None:
     fast.save_pretrained(model)
     ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps({**config, **ids}))
+        (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **ids}))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -211,5 +210,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         uses = set(getattr(item, "fixturenames", ()))
-        if here in item.path.parents and uses & {"_server", "byte_server"}:
+        if here in item.path.parents and uses & {"server", "_server", "byte_server"}:
             item.add_marker(pytest.mark.engine)

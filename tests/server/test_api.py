@@ -15,22 +15,18 @@ SEP = "<|hypic_sep|>"
 def test_documents_are_reused_in_any_order_and_on_any_surface(client, question):
     q = question(100)
     cold = client.complete(q.prompt())
-    assert text(cold) == q.answer
-    assert cached(cold) == 0
+    assert text(cold) == q.answer and cached(cold) == 0
     for order in ([7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 4, 7, 1, 6, 2, 5]):
         warm = client.complete(q.prompt(order))
-        assert text(warm) == q.answer
-        assert cached(warm) == REUSED
+        assert text(warm) == q.answer and cached(warm) == REUSED
     ids = client.complete(client.token_ids(q.prompt()))
     assert text(ids) == q.answer and cached(ids) == REUSED
     chat = client.chat(q.messages())
     assert text(chat) == q.answer and cached(chat) == REUSED
     assert chat["usage"]["prompt_tokens"] == cold["usage"]["prompt_tokens"]
-    # Chat messages of several parts.
     q = question(101)
     messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in q.messages()]
-    assert text(client.chat(messages)) == q.answer
-    assert cached(client.chat(q.messages())) == REUSED
+    assert text(client.chat(messages)) == q.answer and cached(client.chat(q.messages())) == REUSED
 
 
 def test_streamed_text_is_the_text(client, question):
@@ -40,28 +36,23 @@ def test_streamed_text_is_the_text(client, question):
         ("/v1/chat/completions", {"messages": q.messages()}),
     ):
         answer = ask(client.server.url, path, {**body, "max_tokens": 8, "temperature": 0})
-        assert answer.text.strip() == q.answer
-        assert answer.finish_reason == "stop"
+        assert answer.text.strip() == q.answer and answer.finish_reason == "stop"
         assert 0 < answer.first_token_s <= answer.total_s
     assert answer.cached_tokens == REUSED  # of the last, which is warm
 
 
 def test_several_choices_stop_strings_and_seeds(client, question):
-    # Several choices and several prompts.
     q, other = question(103), question(104)
     answer = client.complete(q.prompt(), n=3, temperature=0.01)
     assert [c["text"].strip() for c in answer["choices"]] == [q.answer] * 3
     answer = client.complete([q.prompt(), other.prompt()])
     assert [c["text"].strip() for c in answer["choices"]] == [q.answer, other.answer]
-    # Stop strings.
     q = question(105)
     *before, last = q.answer.split()
     answer = client.complete(q.prompt(), stop=[last])
-    assert text(answer).split() == before
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert text(answer).split() == before and answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == last
     # Seeds fix sampled answers.
-    # Seed fixes a sampled answer.
     prompt = question(105).prompt()
     options = {"temperature": 2.0, "max_tokens": 12, "ignore_eos": True}
     first = client.complete(prompt, seed=1, **options)
@@ -102,8 +93,7 @@ def test_metrics_count_what_happened(client, question):
     after = client.counts()
     gained = {name: after[name] - before[name] for name in after}
     logical = warm["usage"]["prompt_tokens"] - DOCUMENTS - 1  # separators take no position
-    assert (cached(cold), cached(warm)) == (0, REUSED)
-    assert gained["requests"] == 2
+    assert (cached(cold), cached(warm)) == (0, REUSED) and gained["requests"] == 2
     assert gained["segments_queried"] == 2 * DOCUMENTS
     assert gained["segments_hit"] == gained["segments_computed"] == DOCUMENTS
     assert gained["tokens_reused"] == REUSED
@@ -161,8 +151,7 @@ def test_islands_of_a_request_are_computed_and_counted(client, question):
 def test_a_prompt_that_ends_in_a_separator_warms_its_segments(client, question):
     q = question(113)
     warm_up = client.complete(SEP + SEP.join(q.documents) + SEP)
-    assert text(warm_up) == ""
-    assert warm_up["choices"][0]["finish_reason"] == "stop"
+    assert text(warm_up) == "" and warm_up["choices"][0]["finish_reason"] == "stop"
     answer = client.complete(q.prompt())
     assert text(answer) == q.answer and cached(answer) == REUSED
     chat = client.chat([{"role": "user", "content": SEP + SEP.join(q.documents) + SEP}])
@@ -184,15 +173,13 @@ def test_tenants_with_different_salts_share_nothing(client, question):
 
 def test_the_next_turn_of_a_chat_reuses_documents_and_stream(client, question):
     q = question(115)
-    first = client.chat(q.messages())
-    turn = [*q.messages(), {"role": "assistant", "content": text(first)}]
+    turn = [*q.messages(), {"role": "assistant", "content": text(client.chat(q.messages()))}]
     second = client.chat([*turn, {"role": "user", "content": q.question}])
     assert cached(second) >= REUSED
     assert text(second).split()[:1]
 
 
 def test_clients_that_leave_free_everything(client, question):
-    # A client that leaves mid answer frees everything.
     q = question(116)
     body = {"prompt": q.prompt(), "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{client.server.url}/v1/completions", json=body, timeout=60) as response:

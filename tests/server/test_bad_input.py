@@ -63,12 +63,10 @@ def test_refused_in_chat_in_streams_and_for_embeddings(client):
 
 
 def test_empty_and_repeated_segments(client, question):
-    # Empty segments change nothing.
     q = question(200)
     assert text(client.complete(q.prompt())) == q.answer
     spaced = client.complete(q.prompt().replace(SEP, SEP * 3))
     assert text(spaced) == q.answer and cached(spaced) == REUSED
-    # The same document twice.
     prompt = SEP.join(["<bos> <sys> w3 .", SEGMENT, SEGMENT, "w1 w2"])
     client.complete(prompt)
     assert cached(client.complete(prompt)) == 2 * (DOCUMENT_TOKENS - 2 * SEAM)
@@ -100,10 +98,8 @@ def test_more_than_the_pool_holds(client):
     client.complete(prompt, vllm_xargs=options)
     client.idle()
     assert client.counts()["tokens_reused"] - before["tokens_reused"] == POOL_SEGMENTS * 32
-    # A segment longer than the pool.
     long = " ".join(f"w{i * i % 89}" for i in range(12000))
-    answer = client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))
-    assert answer["usage"]["completion_tokens"] > 0
+    assert client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))["usage"]["completion_tokens"] > 0
 
 
 def test_output_stops_at_the_logical_length(client):

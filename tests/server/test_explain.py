@@ -60,17 +60,13 @@ def forms() -> dict[str, dict[str, Any]]:
         "separators": {"prompt": SEP.join(["Answer.", *documents, "Why?"])},
         "text": {"prompt": said, **cut},
         "text in a chat": {"messages": [{"role": "user", "content": said}], **cut},
-        "tools": {**chat(tools=[tool(("explain", i)) for i in range(4)]), "vllm_xargs": CUT},
-        "documents": {
-            **chat(chat_template_kwargs={"documents": [{"text": text} for text in documents[1:]]}),
-            "vllm_xargs": CUT,
-        },
+        "tools": chat(tools=[tool(("explain", i)) for i in range(4)], vllm_xargs=CUT),
+        "documents": chat(
+            chat_template_kwargs={"documents": [{"text": t} for t in documents[1:]]}, vllm_xargs=CUT
+        ),
         "twice": {"prompt": SEP.join(["Answer.", documents[0], documents[1], documents[0], "Why?"])},
         "leading": {"prompt": leading},
-        "context": {
-            "prompt": leading,
-            "vllm_xargs": {"hypic_context": "lead", "hypic_islands": "query-10"},
-        },
+        "context": {"prompt": leading, "vllm_xargs": {"hypic_context": "lead", "hypic_islands": "query-10"}},
         "several choices, streamed": {"prompt": said[::-1], "n": 3, "temperature": 1, "stream": True, **cut},
     }
 
@@ -104,8 +100,7 @@ def test_what_is_said_is_what_happens(byte_server: Server, form: str) -> None:
     assert {part["state"] for part in segments(elsewhere)} == {"absent"}, "of another tenant"
     of_header = {name: value for name, value in body.items() if name != "cache_salt"}
     assert explained(byte_server, of_header, **{"X-Cache-Salt": salt["cache_salt"]}) == after
-    counted = byte_server.metrics()
-    assert counted["vllm:hypic_requests_total"] - metrics["vllm:hypic_requests_total"] == 2
+    assert byte_server.metrics()["vllm:hypic_requests_total"] - metrics["vllm:hypic_requests_total"] == 2
     assert counts(byte_server, mode)["pieces"] - pieces == 2 * before["pieces"].get("pieces", 0)
     if before["pieces"]:
         leads = before["parts"][0]["kind"] == "leading"

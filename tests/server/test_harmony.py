@@ -12,8 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from engine import tiny_models
 from one_process import ONE_PROCESS
 from openai_harmony import Message, Role, TextContent
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.exceptions import VLLMValidationError
@@ -24,14 +29,14 @@ from vllm_hypic.engine.tokenizer import TOKENS_ENV
 from vllm_hypic.harness.serving import Server
 from vllm_hypic.suggest.prompts import FrontEnd
 
-from . import harmony_model
 from .conftest import CACHE_API, ENV, answered, post
 from .test_explain import check_whole, explained, segments
+from .test_structure import part
 
 pytestmark = pytest.mark.timeout(600)
 SEP, SEP_PART = "<|hypic_sep|>", {"type": "hypic_sep"}
-SEP_ID = harmony_model.NAMED
-"""The first id behind those of the tokenizer."""
+MARKS, SEP_ID, ROWS = 199998, 200019, 201088
+"""Ids from which on tokens are special, have no name in the tokenizer, and no row in a published gpt-oss."""
 DATE = "2026-01-02"
 WORDS = ["river", "stone", "winter", "garden", "paper", "window", "silver", "music", "bridge", "market"]
 TOKENS = 150
@@ -43,7 +48,28 @@ SYSTEM, QUESTION = "You answer from documents.", "Which of them is the longest?"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return harmony_model.save(tmp_path_factory.mktemp("harmony") / "model")
+    """A tiny random gpt-oss whose tokenizer has the vocabulary that the package ``openai_harmony`` holds.
+
+    Words that are tokens have harmony's ids; others are cut into bytes: there are no merges.
+    """
+    folder = tmp_path_factory.mktemp("harmony") / "model"
+    tokens = {"vocab_size": ROWS, "bos_token_id": MARKS, "eos_token_id": 200002, "pad_token_id": MARKS + 1}
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    fields = {**tokens, **heads, **experts, **layers, "sliding_window": 64}
+    tiny_models.save(folder, "GptOss", fields, torch.bfloat16)
+    harmony, letters = harmony_utils.get_encoding(), bytes_to_unicode()
+    spelt = {"".join(letters[b] for b in harmony._inner.decode_bytes([i])): i for i in range(MARKS)}
+    tokenizer = Tokenizer(models.BPE(vocab=spelt, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = [harmony.decode([i]) for i in range(MARKS, SEP_ID)]
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    marks = {"bos_token": names[0], "eos_token": "<|return|>", "pad_token": names[1]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **marks)
+    fast.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +93,6 @@ def document(seed: object) -> str:
 
 def documents(seed: object, n: int = 3) -> list[str]:
     return [document((seed, i)) for i in range(n)]
-
-
-def part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
 
 
 def chat(*contents: Any, system: str = SYSTEM, **body: Any) -> dict[str, Any]:
@@ -103,14 +125,9 @@ def without(prompt: Sequence[int]) -> list[int]:
     return [token for token in prompt if token != SEP_ID]
 
 
-def requests(server: Server) -> float:
-    return server.metrics()["vllm:hypic_requests_total"]
-
-
-@pytest.mark.engine
 def test_separators_cut_chats_and_responses(server: Server) -> None:
     """In texts and as parts; explained as they are computed."""
-    found, before = documents("cut"), requests(server)
+    found, before = documents("cut"), server.metrics()["vllm:hypic_requests_total"]
     joined = SEP.join(["", *found, QUESTION])
     parts = [SEP_PART, *chain.from_iterable((part(text), SEP_PART) for text in found), part(QUESTION)]
     for i, body in enumerate((chat(joined), chat(parts))):
@@ -126,10 +143,9 @@ def test_separators_cut_chats_and_responses(server: Server) -> None:
         assert answered(server, "/tokenize", said)["tokens"] == asked(server, body | template)[0]
     moved = chat(SEP.join(["", *reversed(found), QUESTION]))
     assert responded(server, moved) == (len(prompt), about["tokens_reused"])
-    assert requests(server) == before + 7
+    assert server.metrics()["vllm:hypic_requests_total"] == before + 7
 
 
-@pytest.mark.engine
 def test_separators_cut_wherever_texts_stand(server: Server) -> None:
     """Of several parts, turns and tools, each keeps the tokens that harmony gives it."""
     first, second, third = documents("places")
@@ -153,69 +169,55 @@ def test_separators_cut_wherever_texts_stand(server: Server) -> None:
     body["messages"] += turns
     prompt, _ = asked(server, body)
     assert answered(server, "/tokenize", body)["tokens"] == prompt
-    encode = harmony_model.encoding().encode
-    runs = [list(run) for run in split(prompt)]
+    encode = harmony_utils.get_encoding().encode
+    places = [-1, *(i for i, token in enumerate(prompt) if token == SEP_ID)]
+    runs = [prompt[start + 1 : stop] for start, stop in zip_longest(places, places[1:])]
     # Behind the first two harmony's own text goes on.
-    alike = [
-        run[: TOKENS - 1] == encode(text)[:-1]
-        for run, text in zip(runs[1:4], (first, third, second), strict=True)
-    ]
-    assert all(alike) and runs[3] == encode(second)
+    for run, text in zip(runs[1:4], (first, third, second), strict=True):
+        assert run[: TOKENS - 1] == encode(text)[:-1]
+    assert runs[3] == encode(second)
     shown = "".join(run["text"] for p in explained(server, body)["parts"] for run in p["runs"])
     assert shown.count(SEP) == len(runs) - 1 == 4
     items = [*body["messages"][:2], {**call["function"], "type": "function_call", "call_id": "1"}]
     items.append({"type": "function_call_output", "call_id": "1", "output": turns[1]["content"]})
-    tools = [{"type": "function", **tool}]
-    length, cached = responded(server, {"messages": items}, tools=tools)
+    length, cached = responded(server, {"messages": items}, tools=[{"type": "function", **tool}])
     assert length == len(prompt) and cached == explained(server, body)["tokens_reused"] > 3 * REUSED - 8
 
 
-def split(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    places = [-1, *(i for i, token in enumerate(ids) if token == SEP_ID)]
-    for start, stop in zip_longest(places, places[1:]):
-        yield ids[start + 1 : stop]
-
-
-@pytest.mark.engine
 def test_compiled_segments_serve_chats(server: Server) -> None:
     text = document("compiled")
     with SegmentCache(server.url, timeout_s=120) as cache:
         lead = cache.compile(message={"role": "system", "content": f"{SYSTEM} {document('lead')}"})
         segment = cache.compile(text)
-    body = chat(f"{segment.form}{QUESTION}", system=lead.form)
-    prompt, cached = asked(server, body)
-    whole = of_harmony(["", text, QUESTION], system=f"{SYSTEM} {document('lead')}")
-    assert without(prompt) == whole
+    prompt, cached = asked(server, chat(f"{segment.form}{QUESTION}", system=lead.form))
+    assert without(prompt) == of_harmony(["", text, QUESTION], system=f"{SYSTEM} {document('lead')}")
     assert cached == lead.tokens + segment.tokens - 2 * 8
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("mode", ["structure", "text"])
 def test_modes_find_segments(server: Server, mode: str) -> None:
     """Separators come first in each mode."""
     found, extra = documents(mode), {"vllm_xargs": {"hypic_segment_mode": mode}}
-    if mode == "structure":
-        pieces = [*found, QUESTION]
-        body, moved = (
-            chat([part(p) for p in order], **extra) for order in (pieces, [*found[::-1], QUESTION])
-        )
-    else:
-        pieces = ["\n\n".join([*found, QUESTION])]
-        body, moved = (chat("\n\n".join([*order, QUESTION]), **extra) for order in (found, found[::-1]))
+    pieces, turned = [*found, QUESTION], [*found[::-1], QUESTION]
+    if mode == "text":
+        pieces, turned = ["\n\n".join(pieces)], ["\n\n".join(turned)]
+    body, moved = (
+        chat(order[0] if mode == "text" else [part(p) for p in order], **extra) for order in (pieces, turned)
+    )
     prompt, cached = asked(server, body)
     assert prompt == of_harmony(pieces) and cached < REUSED
     about = explained(server, moved)
     assert about["mode"] == mode and about["pieces"]["pieces_cut"] == 3
     assert about["tokens_reused"] >= 3 * REUSED
     assert asked(server, moved)[1] == about["tokens_reused"]
-    assert responded(server, as_input(moved)) == (len(prompt), about["tokens_reused"])
+    as_input = json.loads(json.dumps(moved).replace('"type": "text"', '"type": "input_text"'))
+    assert responded(server, as_input) == (len(prompt), about["tokens_reused"])
     separated = chat(SEP.join(["", *found, QUESTION]), **extra)
     about = explained(server, separated)
     assert about["mode"] == "separators" and [p["kind"] for p in segments(about)].count("segment") == 3
     assert asked(server, separated)[0].count(SEP_ID) == 4
 
 
-@pytest.mark.engine
 def test_tools_are_pieces(server: Server) -> None:
     def tool(i: int) -> dict[str, Any]:
         return {"name": f"tool{i}", "description": document(("tool", i)), "parameters": {"type": "object"}}
@@ -234,13 +236,6 @@ def test_tools_are_pieces(server: Server) -> None:
     assert responded(server, body, tools=flat) == (len(prompt), about["tokens_reused"])
 
 
-def as_input(body: dict[str, Any]) -> dict[str, Any]:
-    """The messages as items of the Responses API."""
-    text = json.dumps(body).replace('"type": "text"', '"type": "input_text"')
-    return json.loads(text)
-
-
-@pytest.mark.engine
 def test_what_cannot_be_is_refused(server: Server) -> None:
     call = {"id": "1", "type": "function", "function": {"name": f"look{SEP}", "arguments": "{}"}}
     called = chat(QUESTION)

@@ -82,8 +82,7 @@ def seen_waiting(
 
 
 def order(client: Client, route: str, **query: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{client.server.url}{route}", params=query, timeout=BOUND_S)
-    return answer.raise_for_status().json()
+    return httpx.post(f"{client.server.url}{route}", params=query, timeout=BOUND_S).raise_for_status().json()
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(client, question, pause):
     q = question(700)
     client.complete(q.prompt())
     alone = Live(client, q.prompt()).ended()
-    live = held(client, q.prompt(), pause)
-    assert live.ended() == alone and alone[2] == "length"
+    assert held(client, q.prompt(), pause).ended() == alone and alone[2] == "length"
     assert cached(client.complete(q.prompt())) == REUSED, "records are kept, too"
 
 
@@ -137,8 +135,7 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(client, question, pause):
 def test_what_is_kept_goes_on_without_the_caches(client, question, pause):
     q = question(706)
     client.complete(q.prompt())
-    live = held(client, q.prompt(), pause)
-    found, logprobs, reason = live.ended()
+    found, logprobs, reason = held(client, q.prompt(), pause).ended()
     assert found.strip().startswith(q.answer) and (len(logprobs), reason) == (LONG["max_tokens"], "length")
     again = client.complete(q.prompt())
     assert text(again) == q.answer and cached(again) == 0, "it read a record of before"

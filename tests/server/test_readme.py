@@ -31,7 +31,24 @@ def block(mark: str) -> str:
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, **ENV, "PATH": path}
+    quiet = {"LANGCHAIN_TRACING_V2": "False", "ANONYMIZED_TELEMETRY": "False"}
+    return {**os.environ, **ENV, **quiet, "PATH": path}
+
+
+def served(command: str) -> tuple[str, list[str]]:
+    """Model and options of a ``vllm serve`` that may go over several lines."""
+    vllm, serve, model, *options = shlex.split(command.replace("\\\n", " "))
+    assert (vllm, serve) == ("vllm", "serve")
+    return model, options
+
+
+def printed(script: str, folder: Path = ROOT) -> str:
+    """What a user's shell prints who runs ``script`` in ``folder``, in this environment."""
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    options = {"env": environment(), "timeout": BOUND_S, "capture_output": True, "text": True}
+    ended = subprocess.run(command, cwd=folder, **options)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
 
 
 def test_folders_and_files_that_are_named_exist():
@@ -58,15 +75,9 @@ def test_usage_prints_what_the_readme_says(tmp_path):
 @pytest.mark.engine
 @pytest.mark.timeout(BOUND_S + 60)
 def test_server_and_client_commands(tmp_path, as_users_start):
-    serve, model, *options = shlex.split(block("tested: server").replace("\\\n", " "))[1:]
-    assert serve == "serve"
+    model, options = served(block("tested: server"))
     with Server(ROOT / model, *options, env=ENV, log=tmp_path / "server.log") as server:
         script = block("tested: client").replace("http://127.0.0.1:8000", server.url)
-        ended = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", script],
-            **{"cwd": ROOT, "env": environment(), "timeout": BOUND_S, "capture_output": True, "text": True},
-        )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    completion, *lines = ended.stdout.splitlines()
+        completion, *lines = printed(script).splitlines()
     assert json.loads(completion)["choices"][0]["text"].strip() == "val7"
     assert sum(line.startswith("vllm:hypic_") for line in lines) >= len(COUNTERS) + len(GAUGES)

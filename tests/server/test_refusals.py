@@ -70,8 +70,7 @@ def test_drafts_of_a_model_with_a_gated_delta_net_are_served():
 
 def test_the_name_of_the_backend_switches_everything_on():
     args = arguments()
-    assert choose(args)
-    assert args.scheduler_cls == SCHEDULER and args.worker_cls == CPU_WORKER
+    assert choose(args) and args.scheduler_cls == SCHEDULER and args.worker_cls == CPU_WORKER
     # In vLLM's hash of compiled models, so that they differ from a stock engine's.
     assert args.additional_config["hypic"]["link"] == "hypic"
     assert args.kv_transfer_config.kv_connector == CONNECTOR
@@ -218,8 +217,7 @@ def test_drafts_that_are_served():
     for method in ("draft_model", "eagle", "eagle3", "ngram", "suffix"):
         assert refusal(drafting(how={"method": method})) is None
     for method in ("ngram", "suffix"):
-        hybrid = drafting(how={"method": method}, model={"is_hybrid": True})
-        assert refusal(hybrid, keeps_states=True) is None
+        assert refusal(drafting(how={"method": method}, model={"is_hybrid": True}), keeps_states=True) is None
     assert refusal(drafting(how={"method": "ngram"}, model={"uses_mrope": True})) is None
     head = {"architecture": "Qwen3_5MTP", "uses_mrope": True}
     own = drafting(how={"method": "mtp"}, model={"is_hybrid": True, "uses_mrope": True}, draft=head)

@@ -4,38 +4,35 @@ What the model answers is noise; its tokens are bytes, so a prompt without its s
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from vllm_hypic.harness.serving import Server
 
-from .conftest import answered, post
+from .conftest import Client, Question, answered, post
 from .test_segments import SEP, ask, body, cached, document
 
 FULL = {"hypic_link": "full"}
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}}
 PARAMETERS = {**CITY, "required": ["city"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAMETERS}}
+SEINE = "The Seine is a river in France, and it flows through the city of Paris. "
 NAMED = {"type": "function", "function": {"name": "look_up"}}
 
 
 def asked(seed: object, chat: bool = False, **more: Any) -> dict[str, Any]:
     """A request with three documents between separators."""
-    made = body(chat, SEP.join(["", *(document((seed, i)) for i in range(3)), ""]))
-    return {**made, "seed": 5, **more}
-
-
-def without_separators(request: dict[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(request).replace(SEP, ""))
-    return plain
+    return {**body(chat, SEP.join(["", *(document((seed, i)) for i in range(3)), ""])), "seed": 5, **more}
 
 
 def compared(server: Server, request: dict[str, Any]) -> dict[str, Any]:
     """The answer with separators, whose records were there."""
     cold, warm = (ask(server, request, {}) for _ in range(2))
     assert cached(warm) > 300 or request.get("use_beam_search")  # whose usage does not say
-    full, plain = ask(server, request, FULL), ask(server, without_separators(request), {})
+    full = ask(server, request, FULL)
+    plain = ask(server, json.loads(json.dumps(request).replace(SEP, "")), {})
     for one, other in ((cold, warm), (full, plain)):
         assert said(one) == said(other)
     return warm
@@ -61,8 +58,7 @@ def said(answer: dict[str, Any]) -> list[Any]:
     ids=["several", "beams", "stop"],
 )
 def test_completions(byte_server: Server, options: dict[str, Any]) -> None:
-    answer = compared(byte_server, asked(str(options), **options))
-    assert len(answer["choices"]) == options.get("n", 1)
+    assert len(compared(byte_server, asked(str(options), **options))["choices"]) == options.get("n", 1)
 
 
 @pytest.mark.parametrize("choice", [NAMED, "required", "auto"], ids=["named", "required", "auto"])
@@ -113,3 +109,94 @@ def test_a_prompt_that_is_cut_short(byte_server: Server) -> None:
     assert cut["choices"][0]["prompt_token_ids"] == tokens[-kept:]
     assert cut["choices"] == ask(byte_server, {**request, "prompt": tokens[-kept:]}, {})["choices"]
     assert cached(cut) > 100
+
+
+def complete(server: Server, **options: Any) -> str:
+    prompt = SEP.join(["Answer in JSON. ", SEINE, SEINE.upper(), "Which city?"])
+    body = {"prompt": prompt, "max_tokens": 64, "temperature": 0, "structured_outputs": options}
+    return answered(server, "/v1/completions", body)["choices"][0]["text"]
+
+
+def test_json_schema(byte_server: Server) -> None:
+    """Grammars are compiled for a vocabulary that the separators have enlarged."""
+    rivers = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = PARAMETERS | {
+        "properties": {**CITY["properties"], "rivers": rivers},
+        "required": ["city", "rivers"],
+    }
+    body = {
+        "messages": [{"role": "user", "content": SEP.join(["", SEINE, "Which city?"])}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        "max_tokens": 64,
+    }
+    chat = answered(byte_server, "/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    for text in (chat, *(complete(byte_server, json=schema) for _ in range(2))):  # cold, warm
+        value = json.loads(text)
+        assert set(value) == {"city", "rivers"}
+        assert value["city"] in ("Paris", "Rome") and 0 <= value["rivers"] <= 9
+
+
+def test_regex_and_choice(byte_server: Server) -> None:
+    code = r"[A-Z]{3}-\d{2}"
+    assert re.fullmatch(code, complete(byte_server, regex=code))
+    assert complete(byte_server, choice=["Paris", "Rome"]) in ("Paris", "Rome")
+
+
+@pytest.fixture
+def about_one(question: Any) -> Question:
+    made: Question = question(77)
+    return made
+
+
+def test_echo(client: Client, about_one: Question) -> None:
+    """The prompt as it was sent stands before the answer, and tokens fit it, separators included."""
+    prompt = about_one.prompt()
+    silent = client.complete(prompt)
+    cold, warm = (client.complete(prompt, echo=True, logprobs=2) for _ in range(2))
+    full = client.complete(prompt, echo=True, logprobs=2, vllm_xargs=FULL)
+    n = cold["usage"]["prompt_tokens"]
+    for answer in (cold, warm, full):
+        [choice] = answer["choices"]
+        found = choice["logprobs"]
+        assert choice["text"].startswith(prompt)
+        assert len(found["tokens"]) == n + answer["usage"]["completion_tokens"]
+        assert found["tokens"].count(SEP) == prompt.count(SEP) > 1
+        pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
+        assert all(logprob is None for token, logprob in pairs if token == SEP)
+    assert cold["choices"] == warm["choices"] and cached(warm) > 0
+    assert cold["choices"][0]["text"] == prompt + silent["choices"][0]["text"]
+    nulls, none = (
+        [i for i, p in enumerate(a["choices"][0]["logprobs"]["token_logprobs"]) if p is None]
+        for a in (warm, full)
+    )
+    assert len(none) == prompt.count(SEP) + 1 and set(none) < set(nulls) and max(nulls) < n
+    alone = client.complete(prompt, echo=True, logprobs=2, max_tokens=0)
+    assert alone["choices"][0]["text"] == prompt
+    of_prompt, of_all = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (alone, warm))
+    assert of_prompt == of_all[:n]
+    # Echo of a prompt that only warms.
+    prompt = about_one.prompt().rpartition(SEP)[0] + SEP
+    answer = client.complete(prompt, echo=True, logprobs=1)
+    assert answer["choices"][0]["text"] == prompt
+    assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {None}
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+def test_prompt_logprobs(client: Client, about_one: Question, chat: bool) -> None:
+    def ask(separator: str, **more: Any) -> dict[str, Any]:
+        text = separator.join(about_one.prompt().split(SEP))
+        body = {"prompt_logprobs": 1, "return_token_ids": True, **more}
+        if chat:
+            return client.chat([{"role": "user", "content": text}], **body)
+        return client.complete(text, **body)
+
+    def logprobs(answer: dict[str, Any]) -> tuple[list[int], list[Any]]:
+        holder = answer if chat else answer["choices"][0]
+        return holder["prompt_token_ids"], answer["prompt_logprobs"] if chat else holder["prompt_logprobs"]
+
+    ids, cold = logprobs(ask(SEP))
+    assert len(ids) == len(cold) and (ids, cold) == logprobs(ask(SEP))
+    assert all(str(t) in entry for t, entry in zip(ids, cold, strict=True) if entry)
+    _, full = logprobs(ask(SEP, vllm_xargs=FULL))
+    given = [[i for i, entry in enumerate(found) if entry] for found in (cold, full)]
+    assert set(given[0]) < set(given[1]) and len(given[1]) == len(ids) - 1 - about_one.prompt().count(SEP)

@@ -51,8 +51,7 @@ def test_documents_are_reused_in_any_order(byte_server: Server, chat: bool) -> N
     cold = ask(byte_server, body(chat, *documents) | {"cache_salt": salt}, CUT)
     moved = body(chat, *(documents[i] for i in (3, 0, 4, 2, 1))) | {"cache_salt": salt}
     warm, again = (ask(byte_server, moved, CUT) for _ in range(2))
-    total = sum(map(len, documents))
-    assert cached(cold) == 0 and cached(warm) >= total - 5 * 24
+    assert cached(cold) == 0 and cached(warm) >= sum(map(len, documents)) - 5 * 24
     assert warm["choices"] == again["choices"]
     plain = ask(byte_server, moved | {"cache_salt": f"{salt}, plain"}, {})
     assert ids(plain) == ids(warm) and plain["usage"]["prompt_tokens"] == warm["usage"]["prompt_tokens"]
@@ -61,7 +60,6 @@ def test_documents_are_reused_in_any_order(byte_server: Server, chat: bool) -> N
 
 
 def test_prompts_without_segments_and_with_separators_are_answered_as_ever(byte_server: Server) -> None:
-    # What prompts with segments do not get is answered as ever.
     asked = body(False, *(document(("plain", i)) for i in range(4)))
     found, plain = (ask(byte_server, {**asked, "prompt_logprobs": 1}, extra) for extra in (CUT, {}))
     assert found["choices"] == plain["choices"]

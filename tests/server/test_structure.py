@@ -88,8 +88,7 @@ def test_pieces_are_reused_in_any_order(byte_server: Server, form: str) -> None:
     assert cached(warm) >= sum(lengths) - len(lengths) * SEAMS
     assert warm["choices"] == again["choices"]
     assert ids(plain) == ids(warm) and plain["usage"]["prompt_tokens"] == warm["usage"]["prompt_tokens"]
-    full = ask(byte_server, moved, {**CUT, "hypic_link": "full"})
-    assert full["choices"] == plain["choices"]
+    assert ask(byte_server, moved, {**CUT, "hypic_link": "full"})["choices"] == plain["choices"]
 
 
 def test_found_segments_have_the_records_and_bits_of_named_ones(byte_server: Server) -> None:
@@ -118,8 +117,7 @@ def test_one_of_thirty_tools_costs_little(byte_server: Server, seam: int) -> Non
         "replaced": [*tools[:7], new, *tools[8:]],
         "added": [*tools[:7], new, *tools[7:]],
     }
-    system = {"role": "system", "content": document("thirty")}
-    said = {"messages": [system, QUESTION], "tool_choice": "none"}
+    said = {"messages": [{"role": "system", "content": document("thirty")}, QUESTION], "tool_choice": "none"}
     options = {**CUT, "hypic_seam_tokens": seam}
     ask(byte_server, {**said, "tools": tools}, options)
     for i, (change, changed) in enumerate(changes.items()):
@@ -186,7 +184,6 @@ def test_what_a_request_ends_with_is_computed_in_its_stream(byte_server: Server,
 
 
 def test_what_was_found_is_counted_on_every_way(byte_server: Server) -> None:
-    # What was found is counted.
     long, short = [part(document(("counted", i))) for i in range(3)], [part("a few words")] * 4
     body = chat(*long, *short, part("Which one?"))
     before = counts(byte_server)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -16,16 +14,13 @@ from one_process import ONE_PROCESS
 from vllm_hypic.harness.serving import Server
 
 from .conftest import ENV
-from .test_readme import environment
+from .test_readme import BOUND_S, ROOT, printed, served
 
-BOUND_S = 900.0
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(BOUND_S + 60)]
 
-ROOT = Path(__file__).parents[2]
 START = ROOT / "docs" / "start"
 URL = "http://127.0.0.1:8000"
 SMOLLM2 = "~/.cache/vllm-hypic/models/SmolLM2-135M-Instruct"
-QUIET = {"LANGCHAIN_TRACING_V2": "False", "ANONYMIZED_TELEMETRY": "False"}
 PACKAGES = {
     "langchain.md": ("langchain_classic", "langchain_openai"),
     "llamaindex.md": ("llama_index.core", "llama_index.llms.openai_like"),
@@ -38,27 +33,6 @@ def blocks(page: Path, begin: str = "") -> dict[str, str]:
     found = re.findall(rf"<!-- tested: {begin}(\w+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
     assert len(dict(found)) == len(found), page
     return dict(found)
-
-
-def served(command: str) -> tuple[str, list[str]]:
-    """Model and options of a ``vllm serve`` that may go over several lines."""
-    vllm, serve, model, *options = shlex.split(command.replace("\\\n", " "))
-    assert (vllm, serve) == ("vllm", "serve")
-    return model, options
-
-
-def printed(script: str, folder: Path = ROOT) -> str:
-    """What a user's shell prints who runs ``script`` in ``folder``, in this environment."""
-    ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env=environment() | QUIET,
-        timeout=BOUND_S,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
 
 
 @pytest.fixture(scope="module")
