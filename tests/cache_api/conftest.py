@@ -126,7 +126,7 @@ def written_all(server: Server) -> None:
         assert post(server, {"prompt": "w1"}).status_code == 200
         return not server.metrics()["vllm:hypic_store_queued_bytes"]
 
-    server.wait_for_metrics(written)
+    server.wait_for_metrics(written, 60)
 
 
 @dataclass

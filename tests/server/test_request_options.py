@@ -1,10 +1,11 @@
 """Options of requests over HTTP, with separators: cold as warm, ``full`` as the request without separators.
 
-What the model answers is noise; its tokens are bytes, so a prompt without its separators has the others' ids.
+What the byte server answers is noise; its tokens are bytes: prompts without separators have the others' ids.
 """
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,11 +120,8 @@ def complete(server: Server, **options: Any) -> str:
 
 def test_json_schema(byte_server: Server) -> None:
     """Grammars are compiled for a vocabulary that the separators have enlarged."""
-    rivers = {"type": "integer", "minimum": 0, "maximum": 9}
-    schema = PARAMETERS | {
-        "properties": {**CITY["properties"], "rivers": rivers},
-        "required": ["city", "rivers"],
-    }
+    rivers = {"rivers": {"type": "integer", "minimum": 0, "maximum": 9}}
+    schema = PARAMETERS | {"properties": CITY["properties"] | rivers, "required": ["city", "rivers"]}
     body = {
         "messages": [{"role": "user", "content": SEP.join(["", SEINE, "Which city?"])}],
         "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
@@ -142,15 +140,9 @@ def test_regex_and_choice(byte_server: Server) -> None:
     assert complete(byte_server, choice=["Paris", "Rome"]) in ("Paris", "Rome")
 
 
-@pytest.fixture
-def about_one(question: Any) -> Question:
-    made: Question = question(77)
-    return made
-
-
-def test_echo(client: Client, about_one: Question) -> None:
+def test_echo(client: Client, question: Callable[[int], Question]) -> None:
     """The prompt as it was sent stands before the answer, and tokens fit it, separators included."""
-    prompt = about_one.prompt()
+    prompt = question(77).prompt()
     silent = client.complete(prompt)
     cold, warm = (client.complete(prompt, echo=True, logprobs=2) for _ in range(2))
     full = client.complete(prompt, echo=True, logprobs=2, vllm_xargs=FULL)
@@ -175,16 +167,18 @@ def test_echo(client: Client, about_one: Question) -> None:
     of_prompt, of_all = (a["choices"][0]["logprobs"]["token_logprobs"] for a in (alone, warm))
     assert of_prompt == of_all[:n]
     # Echo of a prompt that only warms.
-    prompt = about_one.prompt().rpartition(SEP)[0] + SEP
+    prompt = prompt.rpartition(SEP)[0] + SEP
     answer = client.complete(prompt, echo=True, logprobs=1)
     assert answer["choices"][0]["text"] == prompt
     assert set(answer["choices"][0]["logprobs"]["token_logprobs"]) == {None}
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
-def test_prompt_logprobs(client: Client, about_one: Question, chat: bool) -> None:
+def test_prompt_logprobs(client: Client, question: Callable[[int], Question], chat: bool) -> None:
+    prompt = question(77).prompt()
+
     def ask(separator: str, **more: Any) -> dict[str, Any]:
-        text = separator.join(about_one.prompt().split(SEP))
+        text = separator.join(prompt.split(SEP))
         body = {"prompt_logprobs": 1, "return_token_ids": True, **more}
         if chat:
             return client.chat([{"role": "user", "content": text}], **body)
@@ -199,4 +193,4 @@ def test_prompt_logprobs(client: Client, about_one: Question, chat: bool) -> Non
     assert all(str(t) in entry for t, entry in zip(ids, cold, strict=True) if entry)
     _, full = logprobs(ask(SEP, vllm_xargs=FULL))
     given = [[i for i, entry in enumerate(found) if entry] for found in (cold, full)]
-    assert set(given[0]) < set(given[1]) and len(given[1]) == len(ids) - 1 - about_one.prompt().count(SEP)
+    assert set(given[0]) < set(given[1]) and len(given[1]) == len(ids) - 1 - prompt.count(SEP)
