@@ -30,25 +30,7 @@ def mamba_oracle(model: Path) -> Oracle:
     return Mamba1Oracle(model) if kind in Mamba1Oracle.model_types else Mamba2Oracle(model)
 
 
-__all__ = [
-    "FAULTS",
-    "BailingOracle",
-    "Gemma2Oracle",
-    "MLAOracle",
-    "Mamba1Oracle",
-    "Mamba2Oracle",
-    "MaskedOracle",
-    "OlmoOracle",
-    "Oracle",
-    "RingLinearOracle",
-    "ShortConvOracle",
-    "mamba_oracle",
-    "random_segments",
-    "save_attention_model",
-    "save_hybrid_model",
-    "save_mamba1_model",
-    "save_mamba2_model",
-    "save_mla_model",
-    "save_olmo_model",
-    "save_short_conv_model",
-]
+__all__ = ["FAULTS", "BailingOracle", "Gemma2Oracle", "MLAOracle", "Mamba1Oracle", "Mamba2Oracle",
+           "MaskedOracle", "OlmoOracle", "Oracle", "RingLinearOracle", "ShortConvOracle", "mamba_oracle",
+           "random_segments", "save_attention_model", "save_hybrid_model", "save_mamba1_model",
+           "save_mamba2_model", "save_mla_model", "save_olmo_model", "save_short_conv_model"]  # fmt: skip

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .faults import ATTENTION_FAULTS, LATENT_FAULTS, RELOCATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .mla import BAILING_NAMES, MLAOracle, shares_by_groups
+from .mla import BAILING_NAMES, MLAOracle
 from .oracle import FULL, LINEAR, Oracle, rms_norm, rotate
 from .retention import UNSEEN, Retention
 
@@ -75,9 +75,6 @@ class BailingOracle(Retention, MLAOracle):
         y = y.reshape(len(x), self.config["group_norm_size"], -1)
         y = rms_norm(y, torch.ones(()).to(y), self.eps).flatten(1) * self._weights[f"{name}.g_norm.weight"]
         return self._linear(y * self._linear(x, f"{name}.g_proj").sigmoid(), f"{name}.o_proj")
-
-    def _shares(self, logits: Tensor, name: str) -> Tensor:
-        return shares_by_groups(logits, self._weights[f"{name}.gate.expert_bias"], self.config)
 
 
 class RingLinearOracle(BailingOracle):

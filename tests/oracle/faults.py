@@ -38,12 +38,8 @@ SOFT_CAP_FAULTS = {
     "public_without_cap": "scores of public K are not capped",
     "private_without_cap": "scores of the stream's own K are not capped",
 }
-SHARED_KV_FAULTS = {
-    "readers_without_public": "layers that read another's KV see nothing of records",
-}
-LATENT_FAULTS = {
-    "not_rotated": "the shared key of public latents is not rotated when read",
-}
+SHARED_KV_FAULTS = {"readers_without_public": "layers that read another's KV see nothing of records"}
+LATENT_FAULTS = {"not_rotated": "the shared key of public latents is not rotated when read"}
 RELOCATION_FAULTS = {
     "states_not_moved": "states of layers that rotate are composed as they are, wherever the record stands",
 }

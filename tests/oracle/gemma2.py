@@ -28,19 +28,15 @@ class Gemma2Oracle(Oracle):
         # The activation is not silu: see `_mlp`.
         return config | {"hidden_act": "silu", "tie_word_embeddings": config.get("tie_word_embeddings", True)}
 
-    def _forward(
-        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
-    ) -> tuple[Tensor, list[LinearState | None]]:
-        x = self._weights["embed_tokens.weight"][list(stream.tokens)] * self.config["hidden_size"] ** 0.5
-        for index in range(len(self.layer_types)):
-            layer = f"layers.{index}"
-            y, rows = self._attention(index, self._norm(x, f"{layer}.input_layernorm"), stream, fault)
-            x = x + self._norm(y, f"{layer}.post_attention_layernorm")
-            y = self._mlp(index, self._norm(x, f"{layer}.pre_feedforward_layernorm"))
-            x = x + self._norm(y, f"{layer}.post_feedforward_layernorm")
-            if keep is not None:
-                keep.append(rows)
-        return self._norm(x, "norm"), [None] * len(self.layer_types)
+    def _embedded(self, stream: Stream) -> Tensor:
+        return super()._embedded(stream) * self.config["hidden_size"] ** 0.5
+
+    def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
+        layer = f"layers.{index}"
+        y, *kept = self._mixer(index, self._norm(x, f"{layer}.input_layernorm"), *given)
+        x = x + self._norm(y, f"{layer}.post_attention_layernorm")
+        y = self._mlp(index, self._norm(x, f"{layer}.pre_feedforward_layernorm"))
+        return x + self._norm(y, f"{layer}.post_feedforward_layernorm"), *kept
 
     def _attend(
         self, q: Tensor, keys: list[Tensor], values: list[Tensor], visible: list[Tensor], fault: str | None

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .faults import ATTENTION_FAULTS, LATENT_FAULTS, ROTATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .mla import BAILING_NAMES, MLAOracle, shares_by_groups
+from .mla import BAILING_NAMES, MLAOracle
 from .olmo import FUSED
 from .oracle import FULL, LINEAR
 
@@ -62,9 +62,6 @@ class KimiDeltaOracle(MLAOracle):
 
     def _opening(self, z: Tensor) -> Tensor:
         return z.sigmoid()
-
-    def _shares(self, logits: Tensor, name: str) -> Tensor:
-        return shares_by_groups(logits, self._weights[f"{name}.gate.expert_bias"], self.config)
 
 
 class KimiOracle(KimiDeltaOracle):

@@ -29,6 +29,7 @@ class Mamba1Oracle(MambaOracle):
         super().__init__(*args, **kwargs)
         self.rank: int = self.config["rank"]
         self.size: int = self.config["size"]
+        self.last_norm = "final_layernorm" if self._is_jamba else "backbone.norm_f"
 
     @staticmethod
     def _understood(c: dict[str, Any]) -> dict[str, Any]:
@@ -65,27 +66,17 @@ class Mamba1Oracle(MambaOracle):
         index = self.layer_types.index(LINEAR)
         return len(self._weights[f"{self._name(index)}.D"]), 1, self.size
 
-    def _forward(
-        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
-    ) -> tuple[Tensor, list[LinearState | None]]:
-        names = {False: ("backbone.embeddings", "backbone.layers.{}.norm", "backbone.norm_f")}
-        names[True] = "embed_tokens", "layers.{}.input_layernorm", "final_layernorm"
-        embeddings, norm, last = names[self._is_jamba]
-        x = self._weights[f"{embeddings}.weight"][list(stream.tokens)]
-        states: list[LinearState | None] = []
-        for index, kind in enumerate(self.layer_types):
-            y, state = self._norm(x, norm.format(index)), None
-            if kind == LINEAR:
-                y, rows, state = self._mamba(index, y, stream, fault, compose_T)
-            else:
-                y, rows = self._attention(index, y, stream, fault)
-            states.append(state)
-            if keep is not None:
-                keep.append(rows)
-            x = x + y
-            if self._is_jamba:
-                x = x + self._feed_forward(index, self._norm(x, f"layers.{index}.pre_ff_layernorm"))
-        return self._norm(x, last), states
+    def _embedded(self, stream: Stream) -> Tensor:
+        name = "embed_tokens" if self._is_jamba else "backbone.embeddings"
+        return self._weights[f"{name}.weight"][list(stream.tokens)]
+
+    def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
+        norm = f"layers.{index}.input_layernorm" if self._is_jamba else f"backbone.layers.{index}.norm"
+        y, *kept = self._mixer(index, self._norm(x, norm), *given)
+        x = x + y
+        if self._is_jamba:
+            x = x + self._feed_forward(index, self._norm(x, f"layers.{index}.pre_ff_layernorm"))
+        return x, *kept
 
     def _feed_forward(self, index: int, x: Tensor) -> Tensor:
         """A gated MLP, or the mixture of the likeliest, by probabilities among all."""
@@ -104,7 +95,7 @@ class Mamba1Oracle(MambaOracle):
         experts = [mlp(f"{name}.experts.{i}") for i in range(odds.shape[-1])]
         return torch.einsum("ne,nhe->nh", odds * chosen, torch.stack(experts, -1))
 
-    def _mamba(
+    def _delta_net(
         self, index: int, u: Tensor, stream: Stream, fault: str | None, compose_T: bool
     ) -> tuple[Tensor, tuple[Tensor, Inputs], LinearState]:
         """A Mamba layer of a stream: its output `[n, hidden]`, the rows and the end state."""

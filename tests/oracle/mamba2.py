@@ -192,13 +192,9 @@ class Mamba2Oracle(MambaOracle):
 
         def mixers() -> Iterator[Tensor]:
             given = yield torch.zeros(0)
-            for index, kind in enumerate(self.layer_types):
-                if kind == LINEAR:
-                    out, rows, state = self._mamba(index, given, stream, fault, compose_T)
-                    states.append(state)
-                else:
-                    out, rows = self._attention(index, given, stream, fault)
-                    states.append(None)
+            for index in range(len(self.layer_types)):
+                out, rows, state = self._mixer(index, given, stream, fault, compose_T)
+                states.append(state)
                 if keep is not None:
                     keep.append(rows)
                 given = yield out
@@ -260,7 +256,7 @@ class Mamba2Oracle(MambaOracle):
             x = x + mix(self._norm(y, f"{name}.input_layernorm"))
         return self._norm(x, "final_layernorm")
 
-    def _mamba(
+    def _delta_net(
         self, index: int, u: Tensor, stream: Stream, fault: str | None, compose_T: bool
     ) -> tuple[Tensor, tuple[Tensor, Inputs], LinearState]:
         """A Mamba2 layer of a stream: its output `[n, hidden]`, the rows and the end state."""
@@ -360,9 +356,4 @@ def _zamba(c: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-DESCRIBED = {
-    "nemotron_h": _nemotron_h,
-    "granitemoehybrid": _granite,
-    "falcon_h1": _falcon,
-    "zamba2": _zamba,
-}
+DESCRIBED = {"nemotron_h": _nemotron_h, "granitemoehybrid": _granite, "falcon_h1": _falcon, "zamba2": _zamba}

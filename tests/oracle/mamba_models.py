@@ -32,16 +32,8 @@ JAMBA: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 """Jamba's mixture, in the second of every two layers."""
-MAMBA_ALONE: dict[str, Any] = {
-    "num_hidden_layers": 3,
-    "state_size": 16,
-    "time_step_rank": 8,
-}
-MAMBA1: dict[str, dict[str, Any]] = {
-    "Jamba": JAMBA,
-    "Mamba": MAMBA_ALONE,
-    "FalconMamba": MAMBA_ALONE,
-}
+MAMBA_ALONE: dict[str, Any] = {"num_hidden_layers": 3, "state_size": 16, "time_step_rank": 8}
+MAMBA1: dict[str, dict[str, Any]] = {"Jamba": JAMBA, "Mamba": MAMBA_ALONE, "FalconMamba": MAMBA_ALONE}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 LINEAR, FULL = "linear_attention", "full_attention"
 MAMBA2: dict[str, dict[str, Any]] = {

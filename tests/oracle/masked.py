@@ -12,6 +12,7 @@ text see of each other depends on distances alone.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class MaskedOracle:
         if fault == "readers_without_public":
             for layer in self.model.model.layers[-self.config.num_kv_shared_layers :]:
                 without = masks[self.config.layer_types[layer.self_attn.layer_idx]] & ~public
-                hooks.append(_see(layer.self_attn, self._additive(without)))
+                see = partial(_with_mask, mask=self._additive(without))
+                hooks.append(layer.self_attn.register_forward_pre_hook(see, with_kwargs=True))
         try:
             with torch.no_grad():
                 given = {"input_ids": tokens[None]}
@@ -119,10 +121,5 @@ class MaskedOracle:
         return torch.where(visible, torch.zeros((), dtype=self.dtype), hidden)[None, None]
 
 
-def _see(attention: torch.nn.Module, mask: Tensor) -> Any:
-    """From now on a layer sees what `mask [1, 1, n, n]` says; returns what takes that back."""
-
-    def other(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {"attention_mask": mask}
-
-    return attention.register_forward_pre_hook(other, with_kwargs=True)
+def _with_mask(module: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, mask: Tensor) -> Any:
+    return args, kwargs | {"attention_mask": mask}

@@ -39,7 +39,7 @@ def rotate_pairs(x: Tensor, positions: Tensor, inv_freq: Tensor, length: float =
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2)
 
 
-def shares_by_groups(logits: Tensor, correction: Tensor, config: Mapping[str, Any]) -> Tensor:
+def _shares_by_groups(logits: Tensor, correction: Tensor, config: Mapping[str, Any]) -> Tensor:
     """DeepSeek-V3's (arXiv:2412.19437): what experts count for, `[n, experts]`.
 
     Chosen by their sigmoids plus a correction, in the groups whose two best are best; weighted by the
@@ -148,6 +148,8 @@ class MLAOracle(Oracle):
 
     def _shares(self, logits: Tensor, name: str) -> Tensor:
         """What experts count for, `[n, experts]`, most of them for nothing."""
+        if (correction := self._weights.get(f"{name}.gate.expert_bias")) is not None:
+            return _shares_by_groups(logits, correction, self.config)
         scores = logits.softmax(-1)
         best, chosen = scores.topk(self.config["num_experts_per_tok"], -1)
         if self.config["norm_topk_prob"]:

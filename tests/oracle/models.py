@@ -6,24 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_models import (
-    SPARE_IDS,
-    SPECIAL_TOKENS,
-    save_hybrid_model,
-    save_text_model,
-)
-
-__all__ = [
-    "random_segments",
-    "save_attention_model",
-    "save_hybrid_model",
-    "save_mla_model",
-    "save_shared_kv_model",
-    "save_short_conv_model",
-    "save_soft_capped_model",
-    "save_windowed_model",
-]
-
+from vllm_hypic.harness.random_models import SPARE_IDS, SPECIAL_TOKENS, save_text_model
+from vllm_hypic.harness.random_models import save_hybrid_model as save_hybrid_model
 
 SIZES = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 FULL, SLIDING = "full_attention", "sliding_attention"

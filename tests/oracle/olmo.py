@@ -18,7 +18,6 @@ from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
 from .delta import DeltaInputs
 from .faults import ROTATION_FAULTS
 from .oracle import FULL, LINEAR, LinearState, Oracle, rms_norm
-from .stream import Stream
 
 FUSED = {"in_proj_qkv": ("q_proj", "k_proj", "v_proj"), "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")}
 NAMES = {
@@ -67,26 +66,12 @@ class OlmoOracle(Oracle):
             return torch.zeros(0, dtype=torch.float64)
         return super()._inverse_frequencies()
 
-    def _forward(
-        self, stream: Stream, fault: str | None = None, compose_T: bool = True, keep: list | None = None
-    ) -> tuple[Tensor, list[LinearState | None]]:
-        x = self._weights["embed_tokens.weight"][list(stream.tokens)]
-        states: list[LinearState | None] = []
-        for index, kind in enumerate(self.layer_types):
-            layer = f"layers.{index}"
-            if kind == LINEAR:
-                y = self._norm(x, f"{layer}.input_layernorm")
-                y, rows, state = self._delta_net(index, y, stream, fault, compose_T)
-                x = x + y
-                x = x + self._mlp(index, self._norm(x, f"{layer}.post_attention_layernorm"))
-            else:
-                (y, rows), state = self._attention(index, x, stream, fault), None
-                x = x + self._norm(y, f"{layer}.post_attention_layernorm")
-                x = x + self._norm(self._mlp(index, x), f"{layer}.post_feedforward_layernorm")
-            states.append(state)
-            if keep is not None:
-                keep.append(rows)
-        return self._norm(x, "norm"), states
+    def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
+        if self.layer_types[index] == LINEAR:
+            return super()._layer(index, x, *given)
+        y, *kept = self._mixer(index, x, *given)
+        x = x + self._norm(y, f"layers.{index}.post_attention_layernorm")
+        return x + self._norm(self._mlp(index, x), f"layers.{index}.post_feedforward_layernorm"), *kept
 
     def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
         return super()._delta_inputs(qkv, g, self.largest_beta * beta)

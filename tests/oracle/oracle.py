@@ -141,6 +141,7 @@ class Oracle:
     model_types: tuple[str, ...] = ("qwen3_5_text", "qwen3", "llama")
     names: ClassVar[dict[str, str]] = {}
     """What parts of weights' names are called here."""
+    last_norm = "norm"
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         path = Path(model_dir)
@@ -268,21 +269,31 @@ class Oracle:
         """
         if not stream.tokens:
             raise ValueError("the stream is empty: there is nothing to compute")
-        x = self._weights["embed_tokens.weight"][list(stream.tokens)]
+        x = self._embedded(stream)
         states: list[LinearState | None] = []
-        for index, kind in enumerate(self.layer_types):
-            y = self._norm(x, f"layers.{index}.input_layernorm")
-            if kind != LINEAR:
-                y, rows = self._attention(index, y, stream, fault)
-                states.append(None)
-            else:
-                y, rows, state = self._delta_net(index, y, stream, fault, compose_T)
-                states.append(state)
+        for index in range(len(self.layer_types)):
+            x, rows, state = self._layer(index, x, stream, fault, compose_T)
+            states.append(state)
             if keep is not None:
                 keep.append(rows)
-            x = x + y
-            x = x + self._mlp(index, self._norm(x, f"layers.{index}.post_attention_layernorm"))
-        return self._norm(x, "norm"), states
+        return self._norm(x, self.last_norm), states
+
+    def _embedded(self, stream: Stream) -> Tensor:
+        return self._weights["embed_tokens.weight"][list(stream.tokens)]
+
+    def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
+        """What stands behind a layer, its rows and its end state; `given` is for the mixer."""
+        y, rows, state = self._mixer(index, self._norm(x, f"layers.{index}.input_layernorm"), *given)
+        x = x + y
+        return x + self._mlp(index, self._norm(x, f"layers.{index}.post_attention_layernorm")), rows, state
+
+    def _mixer(
+        self, index: int, x: Tensor, stream: Stream, fault: str | None, compose_T: bool
+    ) -> tuple[Tensor, tuple, LinearState | None]:
+        """A layer's attention or linear layer: its output, rows and end state."""
+        if self.layer_types[index] == LINEAR:
+            return self._delta_net(index, x, stream, fault, compose_T)
+        return *self._attention(index, x, stream, fault), None
 
     def _attention(self, index: int, x: Tensor, stream: Stream, fault: str | None) -> tuple[Tensor, tuple]:
         """A full-attention layer of a stream: one softmax over visible public rows and the stream's own past.

@@ -67,14 +67,7 @@ def transformers_logprobs(
 def models(tmp_path_factory) -> dict[str, Path]:
     """The checkpoints by name. `gva` differs from `hybrid` in every dimension the code could mix up."""
     root = tmp_path_factory.mktemp("oracle-models")
-    wide = {
-        "heads": 2,
-        "kv_heads": 1,
-        "head_dim": 32,
-        "linear_head_dim": 128,
-        "linear_key_heads": 1,
-        "tie": False,
-    }
+    wide = dict(heads=2, kv_heads=1, head_dim=32, linear_head_dim=128, linear_key_heads=1, tie=False)
     return {
         "hybrid": save_hybrid_model(root / "hybrid"),
         "gva": save_hybrid_model(
