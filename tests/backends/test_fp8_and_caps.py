@@ -12,9 +12,9 @@ from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.pool.geometry import FP8
 from vllm_hypic.pool.tensors import PublicKV, quantised
 
-from .cached import LAYOUTS, Cached
+from .cases import DTYPES, LAYOUTS, Case
 from .test_join import REQUESTS, Joined
-from .test_span_attention import DTYPES, KERNELS, SCALES, Case, Quantised
+from .test_span_attention import KERNELS, SCALES, Quantised
 from .test_windows import close
 
 
@@ -27,16 +27,6 @@ def test_heads(rows: int, kv_heads: int, group: int, size: int, kernels: ModuleT
             (rows, 513), (2, 1), heads=kv_heads * group, kv_heads=kv_heads, size=size, dtype=dtype
         )
         case.check(kernels)
-
-
-@KERNELS
-@pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
-@pytest.mark.parametrize("rotary", [0, 64, 128])
-def test_rotations_of_few_rows(rotary: int, neox: bool, kernels: ModuleType) -> None:
-    for table in (torch.bfloat16, torch.float32):
-        Quantised(
-            (1, 700), (2, 63), size=128, rotary=rotary, neox=neox, dtype=torch.bfloat16, table_dtype=table
-        ).check(kernels)
 
 
 @KERNELS
@@ -127,15 +117,6 @@ def test_scores_in_pieces_are_scores_at_once(monkeypatch: pytest.MonkeyPatch) ->
         found.append(Case((7, 70)).run(torch_ops, None, 0.5))
     for out, lse in found[:2]:
         torch.testing.assert_close((out, lse), found[2], rtol=1e-5, atol=1e-6)
-
-
-@CAPS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cached_tokens(dtype: torch.dtype, cap: float) -> None:
-    case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype)
-    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (torch_ops, reference))
-    close(found, wanted, dtype)
-    close((found[0], torch_ops.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
 
 
 def one_score(scores: torch.Tensor, cap: float, kernels: ModuleType) -> torch.Tensor:

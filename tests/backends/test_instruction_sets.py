@@ -20,7 +20,6 @@ AGAIN = {
     TESTS / "linear" / "test_every_operator.py": 200,
     TESTS / "linear" / "test_layer_operators.py": 3,
     TESTS / "linear" / "test_decay_attention.py": 0,
-    TESTS / "linear" / "test_mamba2.py": 2,
 }
 """Each has more tests than that with an id ``c++``."""
 

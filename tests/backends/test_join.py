@@ -9,8 +9,8 @@ import torch
 
 from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, native, reference
 
-from .cached import LAYOUTS, Cached
-from .test_span_attention import DTYPES, KERNELS, TOLERANCE, Case
+from .cases import DTYPES, LAYOUTS, TOLERANCE, Cached, Case
+from .test_span_attention import KERNELS
 
 REQUESTS = (1, 70, 1), (1, 4_600, 600), (7, 40, 7), (5, 300, 33), (60, 0, 900)
 """Rows, public columns and tokens in the cache of each."""

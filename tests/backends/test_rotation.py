@@ -13,6 +13,8 @@ from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.backends.ops.span_attention.reference import rotate_reference, unrotate_reference
 from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 
+from .cases import cos_sin_table
+
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 """Largest relative error of rounding to the dtype."""
 DTYPES = list(ROUNDING)
@@ -39,8 +41,7 @@ class Rotated:
         self.table = None
         self.positions = torch.randint(0, 5000, (rows,), generator=rng)
         if rotary:
-            angles = torch.arange(5000)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
-            self.table = (scale * torch.cat([angles.cos(), angles.sin()], -1)).to(table_dtype or dtype)
+            self.table = (scale * cos_sin_table(rotary)).to(table_dtype or dtype)
         rotation = None if self.table is None else self.table[self.positions]
         self.rotated = rotate(self.raw, rotation, neox)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,8 @@ from vllm_hypic.backends.ops.span_attention.reference import merge_reference
 from vllm_hypic.backends.ops.span_attention.torch import causal_lse, merge
 from vllm_hypic.pool.tensors import quantised
 
-from .cached import Cached
+from .cases import DTYPES, LSE_TOLERANCE, Cached, Case, Parts
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Largest error of an output relative to the largest value, about four roundings of the dtype: K is
-rounded once after its rotation, probabilities once before they weigh V, the result once."""
-LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""Absolute: scores have a standard deviation of one and an error of the rounding of K."""
-DTYPES = list(TOLERANCE)
 KERNELS = pytest.mark.parametrize("kernels", [torch_ops, native], ids=["torch", "c++"])
 
 
@@ -32,86 +27,6 @@ def test_the_kernels_are_built() -> None:
     """Tests of C++ kernels must not pass because nothing was built."""
     assert extension.missing() is None
     assert choose(64, "cpu") is native and choose(72, "cpu") is torch_ops
-
-
-class Case:
-    """Random requests over one pool; pool rows that are no column of a request, and query rows of nobody,
-    hold NaN.
-    """
-
-    more_rounding = 1.0
-
-    def __init__(
-        self,
-        *requests: tuple[int, int],
-        heads: int = 4,
-        kv_heads: int = 2,
-        size: int = 64,
-        rotary: int | None = None,
-        neox: bool = True,
-        dtype: torch.dtype = torch.float32,
-        table_dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:
-        """``requests``: rows and columns of each."""
-        rng = torch.Generator().manual_seed(seed)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=rng).to(dtype)
-
-        columns = sum(c for _, c in requests)
-        pool = 2 * columns + 5
-        places = torch.randperm(pool, generator=rng)[:columns]
-        self.slots = list(places.split([c for _, c in requests]))
-        self.key, self.value = (torch.full((pool, kv_heads, size), float("nan"), dtype=dtype) for _ in "kv")
-        self.key[places] = normal(columns, kv_heads, size)
-        self.value[places] = normal(columns, kv_heads, size)
-        self.positions = [torch.randint(0, 5000, (c,), generator=rng) for _, c in requests]
-        self.table = None
-        if rotary is None:
-            rotary = size
-        if rotary:
-            angles = torch.arange(5000)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
-            self.table = torch.cat([angles.cos(), angles.sin()], -1).to(table_dtype or dtype)
-        self.neox = neox
-        query_ranges, visible_kv_lens, at = [], [], 0
-        for rows, c in requests:
-            at += 3  # rows of somebody else
-            query_ranges.append((at, at + rows))
-            at += rows
-            seen = torch.randint(0, c + 1, (rows,), generator=rng)
-            seen[0], seen[-1] = 0, c
-            visible_kv_lens.append(seen)
-        self.query_ranges, self.visible_kv_lens = torch.tensor(query_ranges), torch.cat(visible_kv_lens)
-        self.query = torch.full((at + 2, heads, size), float("nan"), dtype=dtype)
-        for first, last in query_ranges:
-            self.query[first:last] = normal(last - first, heads, size)
-        self.scale = size**-0.5
-
-    def run(
-        self, kernels: ModuleType, hidden: torch.Tensor | None = None, cap: float = 0.0, *scales: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.span_attention(
-            *(self.query, self.key, self.value, self.slots, self.positions, self.table, self.neox),
-            *(self.visible_kv_lens, self.query_ranges, self.scale, hidden, cap, *scales),
-        )
-
-    def check(self, kernels: ModuleType, larger: float = 1.0) -> None:
-        """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
-        larger *= self.more_rounding
-        out, lse = self.run(kernels)
-        wanted_out, wanted_lse = self.run(reference)
-        assert out.dtype == lse.dtype == torch.float32
-        assert out.shape == (len(self.visible_kv_lens), *self.query.shape[1:]) and lse.shape == out.shape[:2]
-        values = self.value[torch.cat(self.slots)]
-        error = float((out.double() - wanted_out).abs().max()) / float(values.abs().max())
-        assert error <= larger * TOLERANCE[self.query.dtype], error
-        blind = self.visible_kv_lens == 0
-        assert (lse[blind] == float("-inf")).all() and (out[blind] == 0).all()
-        seen = ~blind
-        if seen.any():
-            error = float((lse[seen].double() - wanted_lse[seen]).abs().max())
-            assert error <= larger * LSE_TOLERANCE[self.query.dtype], error
 
 
 SCALES = 0.75, 2.5
@@ -212,13 +127,17 @@ def test_rotations(rotary: int, neox: bool, kernels: ModuleType) -> None:
 
 @KERNELS
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "interleaved"])
-@pytest.mark.parametrize("rotary", [0, 32, 64, 128, 192])
-def test_rotations_of_few_rows(rotary: int, neox: bool, kernels: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "rotary"),
+    [*((Case, 192, n) for n in (0, 32, 64, 128, 192)), *((Quantised, 128, n) for n in (0, 64, 128))],
+)
+def test_rotations_of_few_rows(
+    kind: type[Case], size: int, rotary: int, neox: bool, kernels: ModuleType
+) -> None:
     """In bf16 with angles in bf16, multiples of 64 dimensions are rotated as pairs."""
+    shape: Any = {"size": size, "rotary": rotary, "neox": neox, "dtype": torch.bfloat16}
     for table in (torch.bfloat16, torch.float32):
-        Case(
-            (1, 700), (2, 63), size=192, rotary=rotary, neox=neox, dtype=torch.bfloat16, table_dtype=table
-        ).check(kernels)
+        kind((1, 700), (2, 63), **shape, table_dtype=table).check(kernels)
 
 
 @KERNELS
@@ -303,23 +222,9 @@ def test_cache_lse(block: int, size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_in_place(dtype: torch.dtype) -> None:
-    """Rows between the named ones stay as they are, also where they are not numbers."""
-    rng = torch.Generator().manual_seed(0)
-    output = torch.randn(12, 4, 48, generator=rng).to(dtype)
-    output[[0, 4, 11]] = float("nan")
-    query_ranges = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0]])
-    lse, other_lse = 8 * torch.randn(9, 4, generator=rng), 8 * torch.randn(9, 4, generator=rng)
-    lse[3], other_lse[5] = float("-inf"), float("-inf")
-    other = torch.randn(9, 4, 48, generator=rng)
-    wanted = output.clone()
-    reference.merge_(wanted, lse, other, other_lse, query_ranges)
-    torch_ops.merge_(output, lse, other, other_lse, query_ranges)
-    assert output[[0, 4, 11]].isnan().all()
-    named = [*range(1, 4), *range(5, 11)]
-    # One rounding of the result.
-    torch.testing.assert_close(
-        output[named].float(), wanted[named].float(), rtol=torch.finfo(dtype).eps, atol=1e-6
-    )
+    parts = Parts(dtype, 48)
+    torch_ops.merge_(parts.output, parts.lse, parts.other, parts.other_lse, parts.query_ranges)
+    parts.check(parts.output)
 
 
 def part(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,10 +15,8 @@ from vllm_hypic.backends.ops.span_attention import torch as torch_ops
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import AttentionRows, BatchRow, StreamTensors, composed_row
 
-from .cached import Cached
-from .test_span_attention import DTYPES, KERNELS, LSE_TOLERANCE, TOLERANCE, Case
-
-WINDOWS = pytest.mark.parametrize("window", [1, 20, 255, 256, 3000])
+from .cases import DTYPES, LSE_TOLERANCE, TOLERANCE, Cached, Case
+from .test_span_attention import KERNELS
 
 
 def close(
@@ -35,7 +33,7 @@ def close(
 @KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 130])
-@WINDOWS
+@pytest.mark.parametrize("window", [1, 20, 255, 256, 3000])
 def test_public_columns(window: int, rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
     """Rows whose windows begin anywhere, behind what they see, too: those see nothing."""
     case = Case((rows, 4_600), (rows, 70), dtype=dtype, seed=window)
@@ -55,11 +53,15 @@ def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@WINDOWS
-def test_cached_tokens(window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("window", "cap"), [*((window, 0.0) for window in (1, 20, 255, 256, 3000)), (None, 0.5), (None, 50.0)]
+)
+def test_cached_tokens(window: int | None, cap: float, dtype: torch.dtype) -> None:
     case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype, window=window)
-    ours = torch_ops.cache_attention(*case.attention_arguments)
-    close(ours, reference.cache_attention(*case.attention_arguments), dtype)
+    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (torch_ops, reference))
+    close(found, wanted, dtype)
+    if window is None:
+        close((found[0], torch_ops.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
 
 
 def test_what_a_plan_hides() -> None:

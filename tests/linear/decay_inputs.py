@@ -45,15 +45,9 @@ class Records:
 
 @dataclass
 class Layer(DecayingLayer):
-    shape: Shape
-    x: Inputs
     table: Tensor
-    caches: Caches
-    out: Tensor
-    records: Records
-    carries: list[Carry]
 
-    family = "decay_attention"
+    family, most = "decay_attention", -3.0
     tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}
     out_tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
@@ -91,7 +85,7 @@ class Layer(DecayingLayer):
         out = unwritten(rows, heads, V, dtype=dtype)
         table = torch.cat([angles.cos(), angles.sin()], dim=1).to(single)
         inputs = Inputs(q, k, v, g.to(single))
-        return Layer(shape, inputs, table, Caches(slots(), held), out, records, carries)
+        return Layer(shape, inputs, None, Caches(slots(), held), out, records, carries, table)
 
     def rotated_from(self, position: int) -> Layer:
         """The layer with q and k as if its rows stood at positions from here on, the first at `position`."""
@@ -110,12 +104,6 @@ class Layer(DecayingLayer):
     def summands(self, first: int, stop: int) -> Tensor:
         """Where channels have gates."""
         return self.x.g[PAD + first : PAD + stop].double()
-
-    def random_record(self, slot: int, seed: int) -> None:
-        gen = torch.Generator().manual_seed(seed)
-        r = self.records
-        r.state[slot] = torch.randn(r.state[slot].shape, generator=gen).to(r.state.dtype)
-        r.log_transition[slot] = -3 * torch.rand(self.shape.decays, generator=gen).to(r.state.dtype)
 
     def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:
         """Without `shifts` every other record moves, backwards, too."""

@@ -82,10 +82,6 @@ class Kind:
         self.checks.check_composed(layer, exact, requests)
 
 
-def with_log_decays(layer: Any, g: float) -> Any:
-    return replace(layer, x=replace(layer.x, g=torch.full_like(layer.x.g, g)))
-
-
 M1, M2, DA, GD = mamba1_inputs.Shape, mamba2_inputs.Shape, decay_inputs.Shape, layer_inputs.Shape
 M1_SHAPES = [M1(16, 16), M1(48, 8), M1(5, 7), M1(32, 20)]
 M2_SHAPES = [
@@ -135,7 +131,7 @@ def decay_kind(name: str, small: Any) -> Kind:
         composed=every_kind(decay_inputs, 29),
         broken={"q": False, "k": True, "v": True},
         chunk=64,
-        extreme=with_log_decays,
+        extreme=lambda layer, g: replace(layer, x=replace(layer.x, g=torch.full_like(layer.x.g, g))),
         extremes=(0.0, -1e-6, -30.0, -1e4),
         longest=80,
         shifts=([5, 0, 0], [0, 0, 0, 5, 0, 0]),

@@ -63,16 +63,7 @@ class Records:
     block_of: Tensor
 
 
-@dataclass
 class Layer(World):
-    shape: Shape
-    x: Inputs
-    weights: Weights
-    caches: Caches
-    out: Tensor
-    records: Records
-    carries: list[Carry]
-
     family = "gdn"
 
     @staticmethod

@@ -53,13 +53,21 @@ def step_biases(gen: torch.Generator, *size: int) -> Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
+def relative(x: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the error over that of the exact tensor."""
+    return float((x.double() - exact.double()).norm() / exact.double().norm())
+
+
+@dataclass
 class World:
     """One layer's world and what ran in it; everything that nobody has written yet is NaN.
 
-    Subclasses are dataclasses with these fields and more.
+    ``weights``, ``carries``: ``None`` where the family's operators are given none.
     """
 
+    shape: Any
     x: Any
+    weights: Any
     caches: Any
     out: Tensor
     records: Any
@@ -77,7 +85,7 @@ class World:
             return replace(part, **(found | wide))
 
         changed = {name: copied(getattr(self, name)) for name in ("caches", "records")}
-        if hasattr(self, "carries"):
+        if self.carries is not None:
             changed["carries"] = [copied(carry) for carry in self.carries]
         return replace(self, **changed, out=self.out.double() if exact else self.out.clone())  # type: ignore
 
@@ -105,13 +113,13 @@ class World:
         raise NotImplementedError
 
     def _operator(self, module: ModuleType, name: str, *program: Any) -> None:
-        weights = [self.weights] if hasattr(self, "weights") else []
+        weights = [] if self.weights is None else [self.weights]
         given = self.x, *weights, self.caches, self.out, self.records
         getattr(module, f"{self.family}_{name}")(*given, *program)
 
     def segments(self, module: ModuleType, rows: Tensor, *options: Any) -> None:
         """A module's operator for rows of segment requests."""
-        carries = [self.carries] if hasattr(self, "carries") else []
+        carries = [] if self.carries is None else [self.carries]
         self._operator(module, "segments", rows, *carries, *options)
 
     def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: Sequence[int] | None) -> None:

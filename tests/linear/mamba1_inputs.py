@@ -28,17 +28,8 @@ class Records:
     elapsed: Tensor
 
 
-@dataclass
 class Layer(DecayingLayer):
-    shape: Shape
-    x: Inputs
-    weights: Weights
-    caches: Caches
-    out: Tensor
-    records: Records
-    carries: list[Carry]
-
-    family, sums, ended = "mamba1", "elapsed", torch.inf
+    family, sums, ended, most = "mamba1", "elapsed", torch.inf, 0.3
 
     @staticmethod
     def make(
@@ -87,9 +78,3 @@ class Layer(DecayingLayer):
 
     def summands(self, first: int, stop: int) -> Tensor:
         return F.softplus(self.x.dt[PAD + first : PAD + stop].double() + self.weights.dt_bias)
-
-    def random_record(self, slot: int, seed: int) -> None:
-        gen = torch.Generator().manual_seed(seed)
-        r = self.records
-        r.state[slot] = torch.randn(r.state[slot].shape, generator=gen).to(r.state.dtype)
-        r.elapsed[slot] = 0.3 * torch.rand(r.elapsed[slot].shape, generator=gen).to(r.elapsed.dtype)

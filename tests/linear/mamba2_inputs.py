@@ -12,9 +12,8 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
 
-from . import decaying
 from .decaying import DecayingLayer
-from .layers import PAD, SLOTS, Composed, amid_poison, cache, emptied, slots, step_biases, unwritten
+from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, step_biases, unwritten
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,8 @@ class Records:
     log_transition: Tensor
 
 
-@dataclass
 class Layer(DecayingLayer):
-    shape: Shape
-    x: Inputs
-    weights: Weights
-    caches: Caches
-    out: Tensor
-    records: Records
-    carries: list[Carry]
-
-    family, sums_tolerance = "mamba2", 5e-7
+    family, sums_tolerance, most = "mamba2", 5e-7, -1.0
     # Where float32 and float64 stand on two sides of a rounding edge, convolved elements differ by 2^-8.
     tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
 
@@ -112,15 +102,3 @@ class Layer(DecayingLayer):
     def summands(self, first: int, stop: int) -> Tensor:
         steps = F.softplus(self.x.dt[PAD + first : PAD + stop].double() + self.weights.dt_bias)
         return self.weights.rate.double() * steps
-
-    def random_record(self, slot: int, seed: int) -> None:
-        gen = torch.Generator().manual_seed(seed)
-        for name, scale in (("state", 1.0), ("conv_tail", 1.0), ("log_transition", 0.3)):
-            field = getattr(self.records, name)
-            field[slot] = (scale * torch.randn(field[slot].shape, generator=gen)).to(field.dtype)
-        self.records.log_transition[slot].abs_().neg_()
-
-
-def every_kind_composed(shape: Shape, dtype: torch.dtype, state: torch.dtype) -> tuple[Layer, list[Composed]]:
-    """A layer and composed requests of every kind; records of some are longer than two chunks."""
-    return decaying.every_kind_composed(lambda n: Layer.make(shape, n, dtype, state), added=129)

@@ -18,9 +18,9 @@ from vllm_hypic.backends.ops.mamba1 import reference as mamba1
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2
 
 from .decaying import NONE
-from .inputs import gated_delta_inputs, relative
-from .layers import PAD, run_compose
+from .layers import PAD, relative, run_compose
 from .mamba2_inputs import Layer, Shape
+from .test_gated_delta import gated_delta_inputs
 
 FP32 = 1e-5
 TOKENS = 150

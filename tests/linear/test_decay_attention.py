@@ -15,8 +15,7 @@ from vllm_hypic.backends.ops.decay_attention import torch as torch_ops
 
 from .decay_inputs import POSITIONS, Layer, Shape
 from .decaying import NONE, TRANSITION
-from .inputs import relative
-from .layers import Segment, compose_program, run_compose, run_segments
+from .layers import Segment, compose_program, relative, run_compose, run_segments
 
 
 @pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])

@@ -16,8 +16,8 @@ from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, native, referenc
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
 from vllm_hypic.backends.ops.program import ordinary
 
-from .inputs import relative
 from .layer_inputs import PAD, Layer, Shape
+from .layers import relative
 
 TOLERANCE = 1e-6
 DRAFTS, TOKENS = 3, 40
@@ -101,8 +101,10 @@ def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Te
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str, apart: bool) -> None:
-    prefill, steps = 5, len(ACCEPTED[case])
-    layer = with_slots(Layer.make(shape, 2 * TOKENS), 2 * (DRAFTS + 1) + 1)
+    prefill, steps, slots = 5, len(ACCEPTED[case]), 2 * (DRAFTS + 1) + 1
+    layer = Layer.make(shape, 2 * TOKENS)
+    caches = [t.new_full((slots, *t.shape[1:]), torch.nan) for t in (layer.caches.conv, layer.caches.state)]
+    layer = replace(layer, caches=Caches(layer.caches.slots, *caches))
     first = Request(0, [3, 1, 4, 2], LENGTHS[case], ACCEPTED[case])
     # The other one is where the first is a step later: never both the same.
     turned = [*range(1, steps), 0]
@@ -114,12 +116,6 @@ def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str, apar
         assert relative(torch.cat(request.outputs), expected) < TOLERANCE
         assert relative(layer.caches.state[request.before], state) < TOLERANCE
         assert torch.equal(layer.caches.conv[request.before], conv)
-
-
-def with_slots(layer: Layer, slots: int) -> Layer:
-    """With as many slots of caches, poisoned."""
-    caches = [t.new_full((slots, *t.shape[1:]), torch.nan) for t in (layer.caches.conv, layer.caches.state)]
-    return replace(layer, caches=Caches(layer.caches.slots, *caches))
 
 
 def exactly(layer: Layer, request: Request) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from vllm_hypic.backends.ops.program import Mode
 
 from . import decaying
-from .decaying import ADD, NONE, REPLACE, TRANSITION, check_parts, composition, steps_of, walks_around_islands
-from .inputs import relative
+from .decaying import ADD, NONE, REPLACE, RESTORE, TRANSITION, scanned
 from .kinds import BF16, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
-from .layers import PAD, SLOTS, Segment, packed, run_compose, run_segments
+from .layers import PAD, SLOTS, Segment, packed, relative, run_compose, run_segments
 from .test_layer_operators import T_FP16
 
+MAMBA2 = KINDS["mamba2"]
 SINGLE = 1e-6
 """What float32 holds of an island's state."""
 
@@ -94,6 +94,7 @@ def test_what_is_no_number_is_not_passed_over(kind: Kind, what: str, module: str
     getattr(wrong.x, what)[PAD + at] = torch.nan
     for layer in (right, wrong):
         run_segments(kind.operators(module), layer, [Segment(0, 0, n, 8, n - 8, 1)])
+    assert not right.outputs(0, n).isnan().any()
     assert wrong.outputs(at, at + 1).isnan().all()
     if kind.broken[what]:
         assert wrong.outputs(at, n).isnan().all() and wrong.state(0).isnan().all()
@@ -129,7 +130,21 @@ def test_compose(kind: Kind, module: str, given: tuple[Any, torch.dtype, torch.d
 def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
     """The state of the same walk without them; were they kept, the record would find them in it."""
     layer = kind.make("islands", 103)
-    plain, ours, kept = walks_around_islands(kind.operators(module), layer, kind.shifts)
+    for slot in (0, 1):
+        layer.random_record(slot, slot)
+    walk = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
+    islands = [
+        (0, 8, -1, NONE),
+        (8, 70, -1, RESTORE),
+        (78, 12, -1, RESTORE),
+        (90, 0, 0, TRANSITION),
+        *walk[1:],
+    ]
+    stay = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
+    without, within = kind.shifts or (None, None)
+    plain, ours, kept = worlds = [layer.copy() for _ in range(3)]
+    for world, operations, by in zip(worlds, (walk, islands, stay), (without, within, within), strict=True):
+        run_compose(kind.operators(module), world, [(0, False, operations)], by)
     if kind.same_bits or module == "native":
         assert torch.equal(ours.state(0), plain.state(0))
     assert relative(ours.state(0), plain.state(0)) < SINGLE
@@ -153,8 +168,16 @@ def test_what_a_mode_does_not_need_is_not_read(kind: Kind, module: str, mode: Mo
 @given(data=st.data(), resumed=st.booleans(), seed=st.integers(0, 1 << 16))
 def test_any_composition(kind: Kind, module: str, data: st.DataObject, resumed: bool, seed: int) -> None:
     """Operations of any kind in any order, beside another request."""
-    tokens, requests = composition(data.draw(steps_of(kind.longest)), resumed)
-    layer = kind.make("any composition", tokens, seed=seed)
+    step = st.tuples(st.integers(0, kind.longest), st.sampled_from(list(Mode)), st.integers(0, 2))
+    at, operations = 0, []
+    for n, mode, slot in data.draw(st.lists(step, min_size=1, max_size=8)):
+        operations.append((at, n, slot if mode.applies else -1, mode))
+        at += n
+    requests = [
+        (0, False, [(at, 5, -1, NONE), (0, 0, 1, REPLACE)]),
+        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
+    ]
+    layer = kind.make("any composition", at + 5, seed=seed)
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
@@ -180,9 +203,22 @@ def test_one_token_at_a_time(kind: Kind, module: str) -> None:
 @each(DECAYING)
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 64, 2), (65, 1, 130)], ids=str)
 def test_records_of_parts_make_that_of_the_whole(kind: Kind, module: str, lengths: tuple[int, ...]) -> None:
-    without = check_parts(kind.operators(module), lambda n: kind.make("parts", n, dtype=F64), lengths)
+    """Each recorded behind what stands before it: any two neighbours compose, and the state behind anything
+    is T S + S_C."""
+    head, total = 5, 5 + sum(lengths)
+    layer, operators = kind.make("parts", total, dtype=F64), kind.operators(module)
+    a, b, c = (head + sum(lengths[:i]) for i in range(3))
+    parts = {0: (a, b), 1: (b, c), 2: (c, total), 3: (a, c), 4: (b, total), 5: (a, total)}
+    for slot, (lo, hi) in parts.items():
+        run_segments(operators, layer, [Segment(slot, 0, hi, lo, hi, slot)])
+    S, T, sums = layer.records.state, [layer.transition(slot) for slot in range(6)], layer.added_up()
+    for left, right, whole in ((0, 1, 3), (1, 2, 4), (3, 2, 5), (0, 4, 5)):
+        assert relative(T[right] * S[left] + S[right], S[whole]) < 1e-12
+        torch.testing.assert_close(sums[left] + sums[right], sums[whole], rtol=1e-12, atol=0)
+    before, after = (scanned(operators, layer, 0, 0, tokens) for tokens in (a, total))
+    assert relative(T[5] * before + S[5], after) < 1e-12
     forgotten = kind.folder == "decay_attention" and sum(lengths) > 100
-    assert without > 1e-3 or forgotten, "leaving T out must not go unnoticed"
+    assert relative(before + S[5], after) > 1e-3 or forgotten, "leaving T out must not go unnoticed"
 
 
 @pytest.mark.parametrize(("kind", "module"), [
@@ -316,3 +352,46 @@ def test_programs_that_leave_their_tensors_are_refused(kind: Kind) -> None:
         with pytest.raises(IndexError, match="transition block"):
             run_segments(native, layer, [good])
     assert layer.out.isnan().all()
+
+
+# ----------------------------------------------------------------------------- what Mamba2's records keep
+
+
+@pytest.mark.parametrize("state", [torch.bfloat16, torch.float16], ids=str)
+@MODULES
+def test_caches_of_half_the_bits(module: str, state: torch.dtype) -> None:
+    """States are rounded where a pass ends, as stock code rounds them; records hold nothing of that."""
+    segment, cuts, reference = Segment(0, 0, 200, 8, 192, 1), [64, 100], MAMBA2.operators("reference")
+    layer = MAMBA2.make("halves", 200, state=state)
+    rounded, whole = layer.copy(), layer.exact()
+    run_segments(reference, whole, [segment])
+    run_segments(reference, rounded, [segment], cuts)
+    run_segments(MAMBA2.operators(module), layer, [segment], cuts)
+    assert layer.state(0).dtype == state
+    # An element at a rounding edge falls to either side.
+    step = decaying.CACHE_STEP[state]
+    assert relative(layer.state(0), rounded.state(0)) < 0.05 * step
+    assert relative(layer.state(0), whole.state(0)) < step
+    assert relative(layer.outputs(0, 200), rounded.outputs(0, 200)) < 0.05 * step
+    assert relative(layer.records.state[1], whole.records.state[1]) < layer.tolerance[F32]
+    # What the difference of states would give.
+    T, meets = whole.transition(1), scanned(reference, layer.exact(), 1, 0, 8)
+    difference = scanned(reference, layer.copy(), 1, 0, 192).double() - T * meets
+    assert relative(difference, whole.records.state[1]) > 100 * layer.tolerance[F32]
+
+
+@MODULES
+def test_a_record_beside_a_large_state(module: str) -> None:
+    """T near 1 and a state a million times what the interior adds: the record does not feel it."""
+    layer, operators = MAMBA2.make("large", 100).with_decay(-1e-5), MAMBA2.operators(module)
+    layer.x.mixed[PAD + 8 - 4 : PAD + 8] *= 1e6
+    exact = layer.exact()
+    # The convolution's reach is in the window, so that the interior's own inputs are ordinary.
+    segment = Segment(0, 0, 100, 12, 100, 1)
+    run_segments(MAMBA2.operators("reference"), exact, [segment])
+    run_segments(operators, layer, [segment])
+    record, wanted = layer.records.state[1], exact.records.state[1]
+    assert layer.state(0).norm() > 1e6 * record.norm()
+    assert relative(record, wanted) < layer.tolerance[F32]
+    difference = layer.state(0) - layer.transition(1) * scanned(operators, layer.copy(), 1, 0, 12)
+    assert relative(difference, wanted) > 1e-3

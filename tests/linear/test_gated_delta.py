@@ -6,20 +6,60 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import chunk, reference, seam_outputs, segment_summary
 
-from .inputs import GatedDelta, gated_delta_inputs, relative
+from .layers import relative, step_biases
 
 SHAPES = [(2, 4, 64, 64), (2, 2, 128, 128), (1, 3, 48, 80)]  # Hk, Hv, K, V
 SIZES = [1, 2, 3, 15, 16, 17, 63, 64, 65, 200]
 FP32 = 1e-6
 GATES = pytest.mark.parametrize("channel_gates", [False, True], ids=["of-heads", "of-channels"])
 T_FP16 = 1.5e-4
+
+
+class GatedDelta(NamedTuple):
+    """Arguments of the gated delta operators but for the boundaries."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+    @property
+    def tail(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.k, self.v, self.g, self.beta
+
+    def cut(self, lo: int, hi: int) -> GatedDelta:
+        return GatedDelta(*(x[lo:hi] for x in self))
+
+
+def gated_delta_inputs(
+    n: int,
+    Hk: int,
+    Hv: int,
+    K: int,
+    V: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    channel_gates: bool = False,
+) -> GatedDelta:
+    """Gates as Mamba and GDN initialise them: A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
+    gates = (Hv, K) if channel_gates else (Hv,)
+    gen = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(n, Hk, K, generator=gen), torch.randn(n, Hk, K, generator=gen)
+    v, beta = torch.randn(n, Hv, V, generator=gen), torch.rand(n, Hv, generator=gen)
+    A = 1 + 15 * torch.rand(gates, generator=gen)
+    bias = step_biases(gen, *gates)
+    g = -A * F.softplus(bias + 0.5 * torch.randn(n, *gates, generator=gen))
+    return GatedDelta(q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype))
 
 
 def starts(B: int, x: GatedDelta, seed: int = 5) -> Tensor:

@@ -9,9 +9,11 @@ on states: decays are rounded token by token, all to the same side where all gat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,8 @@ from vllm_hypic.backends.ops.gated_delta import native, reference
 from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
-from .inputs import relative
 from .layer_inputs import PAD, SLOTS, Layer, Segment, Shape
-from .layers import run_compose, run_segments
+from .layers import relative, run_compose, run_segments
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-4}
 OUT_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
@@ -127,25 +128,28 @@ def check_composed(ours: Layer, exact: Layer, requests: Sequence, tolerance: flo
     assert ours.out[~touched].isnan().all()
 
 
-@GATES
-@MODULES
-def test_heads_die_exactly_when_t_rounds_to_zero(module: ModuleType, channel_gates: bool) -> None:
-    """One interior, tolerances just above and just below its largest elements of T; and cut in pieces."""
-    shape = Shape(2, 4, 32, 32, channel_gates=channel_gates)
-    segment = Segment(0, 0, 70, 8, 70, 1)
-    full = Layer.make(shape, 70).exact()
+def check_deaths(module: Any, shape: Shape, tokens: int, cases: Iterable[Any]) -> None:
+    """One interior, tolerances just above and just below its largest elements of T; and cut in pieces.
+
+    ``cases``: heads, factors, cuts.
+    """
+    segment, full = Segment(0, 0, tokens, 8, tokens, 1), Layer.make(shape, tokens).exact()
     run_segments(reference, full, [segment], (), 0.0)
     largest = full.transition(1).abs().amax((-1, -2))
     assert (largest > 0).all()
-    for h in range(shape.heads):
-        for factor in (1.001, 0.999):
-            tolerance = float(largest[h]) * factor
-            for cuts in ([], [20, 50]):
-                layer = Layer.make(shape, 70)
-                run_segments(module, layer, [segment], cuts, tolerance)
-                assert ((layer.records.block_of[1] < 0) == (largest < tolerance)).all()
-                alive = largest >= tolerance
-                assert fp16_of(layer.transition(1)[alive], full.transition(1)[alive], bound(layer))
+    for head, factor, cuts in cases:
+        tolerance, layer = float(largest[head]) * factor, Layer.make(shape, tokens)
+        run_segments(module, layer, [segment], cuts, tolerance)
+        assert ((layer.records.block_of[1] < 0) == (largest < tolerance)).all()
+        alive = largest >= tolerance
+        assert fp16_of(layer.transition(1)[alive], full.transition(1)[alive], bound(layer))
+
+
+@GATES
+@MODULES
+def test_heads_die_exactly_when_t_rounds_to_zero(module: ModuleType, channel_gates: bool) -> None:
+    cases = product(range(4), (1.001, 0.999), ([], [20, 50]))
+    check_deaths(module, Shape(2, 4, 32, 32, channel_gates=channel_gates), 70, cases)
 
 
 @MODULES

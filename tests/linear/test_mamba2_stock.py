@@ -15,8 +15,8 @@ from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
 from vllm_hypic.backends.ops.program import Mode
 
 from .decaying import run_compose
-from .inputs import relative
 from .layer_inputs import PAD
+from .layers import relative
 from .mamba2_inputs import Layer, Shape
 
 CONVOLUTION = pytest.importorskip("vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d", reason="no vLLM")

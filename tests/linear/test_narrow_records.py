@@ -5,7 +5,8 @@ S has one rounding of float16 more, half a step of an element: 2^-11.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -23,19 +24,13 @@ from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 
-from .inputs import relative
 from .layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, every_kind_composed, segment_program
-from .test_layer_operators import (
-    GATES,
-    HALF_STEP,
-    MODULES,
-    bound,
-    run_compose,
-    run_segments,
-)
+from .layers import relative
+from .test_layer_operators import GATES, HALF_STEP, MODULES, bound, run_compose, run_segments
 
 NAME = "layer"
 SHAPE = Shape(2, 4, 32, 48)
+STEP = StepContext([], [], torch.device("cpu"))
 
 
 class World:
@@ -55,37 +50,24 @@ class World:
         for slot in range(SLOTS):
             pool.transition_blocks.offer(slot)
 
-    def lent(self, stack: ExitStack, how: Any, program: Any) -> Any:
+    @contextmanager
+    def lent(self, how: Any, program: Any) -> Iterator[Any]:
         """``program`` as ``how`` has it run, over the records that are lent for it."""
-        made = stack.enter_context(how(self.runtime, self.step, NAME, program))
-        self.layer.records = self.runtime.pool.records(NAME, LinearRecords)  # type: ignore[assignment]
-        return made
-
-    @property
-    def step(self) -> StepContext:
-        return StepContext([], [], torch.device("cpu"))
+        with how(self.runtime, STEP, NAME, program) as made:
+            self.layer.records = self.runtime.pool.records(NAME, LinearRecords)
+            yield made
 
     def run_segments(self, module: ModuleType, segments: list[Segment], cuts: list[int]) -> None:
-        layer = self.layer
         ends = [*cuts, max(s.tokens for s in segments)]
         for start, stop in zip([0, *cuts], ends, strict=True):
             rows = segment_program(segments, start, stop)
-            with ExitStack() as stack:
-                program = self.lent(stack, capturing, Segments(rows, (), (), ()))
-                module.gdn_segments(
-                    *(layer.x, layer.weights, layer.caches, layer.out, layer.records),
-                    *(program.rows, layer.carries),
-                )
+            with self.lent(capturing, Segments(rows, (), (), ())) as program:
+                self.layer.segments(module, program.rows)
 
     def run_compose(self, module: ModuleType, requests: list) -> None:
         rows, ops = compose_program(requests)
-        with ExitStack() as stack:
-            program = self.lent(stack, reading, Composed(rows, ops, torch.zeros(len(ops))))
-            layer = self.layer
-            module.gdn_compose(
-                *(layer.x, layer.weights, layer.caches, layer.out, layer.records),
-                *(program.rows, program.ops),
-            )
+        with self.lent(reading, Composed(rows, ops, torch.zeros(len(ops)))) as program:
+            self.layer.compose(module, program.rows, program.ops, None)
 
 
 @pytest.mark.parametrize("cuts", [[], [40], [5, 199]])
@@ -120,7 +102,6 @@ def test_segments(module: ModuleType, channel_gates: bool, cuts: list[int]) -> N
 @GATES
 @MODULES
 def test_compose(module: ModuleType, channel_gates: bool) -> None:
-    """Requests of every kind."""
     shape = replace(SHAPE, channel_gates=channel_gates)
     layer, requests = every_kind_composed(shape, torch.float32, added=90, query=30)
     exact = layer.exact()
@@ -129,11 +110,8 @@ def test_compose(module: ModuleType, channel_gates: bool) -> None:
     slots = torch.arange(4)
     room = world.records.room(slots)
     assert isinstance(room, LinearRecords)
-    room.state[:], room.conv_tail[:], room.block_of[:] = (
-        given.state[:4],
-        given.conv_tail[:4],
-        given.block_of[:4],
-    )
+    for name in ("state", "conv_tail", "block_of"):
+        getattr(room, name)[:] = getattr(given, name)[:4]
     room.transitions[:] = given.transitions
     world.records.write(slots, room, slots)
     world.run_compose(module, requests)
@@ -154,7 +132,7 @@ def test_records_are_lent_for_one_call() -> None:
     before = [part.clone() for part in world.records.parts]
 
     def breaks() -> None:
-        with capturing(world.runtime, world.step, NAME, program):
+        with capturing(world.runtime, STEP, NAME, program):
             world.runtime.pool.records(NAME, LinearRecords).state.fill_(1.0)
             raise RuntimeError("broke")
 

@@ -6,7 +6,9 @@ are rounded: 4e-3. What is no arithmetic, caches and records, is equal bit for b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,6 @@ from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights, reference
 from vllm_hypic.backends.ops.short_conv import torch as torch_ops
 
-from .inputs import relative
 from .layers import (
     PAD,
     SLOTS,
@@ -28,6 +29,7 @@ from .layers import (
     World,
     amid_poison,
     cache,
+    relative,
     run_compose,
     run_segments,
     slots,
@@ -44,14 +46,7 @@ class Records:
     conv_tail: Tensor
 
 
-@dataclass
 class Layer(World):
-    x: Inputs
-    weights: Weights
-    caches: Caches
-    out: Tensor
-    records: Records
-
     family = "short_conv"
 
     @staticmethod
@@ -64,13 +59,10 @@ class Layer(World):
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
         weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
-        return Layer(
-            Inputs(*(amid_poison(t).to(dtype) for t in (value, gate))),
-            weights,
-            Caches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype)),
-            unwritten(rows, CHANNELS, dtype=dtype),
-            Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype)),
-        )
+        x = Inputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
+        caches = Caches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
+        records = Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype))
+        return Layer(None, x, weights, caches, unwritten(rows, CHANNELS, dtype=dtype), records, None)
 
     def record(self, slot: int) -> None:
         tail = self.records.conv_tail[slot]
@@ -78,8 +70,14 @@ class Layer(World):
         self.records.conv_tail[slot] = torch.randn(tail.shape, generator=gen).to(tail.dtype)
 
 
-def check(ours: Layer, exact: Layer) -> None:
-    """Rows, caches and records that the reference wrote are as it wrote them, and no others were written."""
+def check(run: Callable[..., None], layer: Layer, program: Any, *cuts: Any) -> Layer:
+    """Rows, caches and records that the reference writes are as it writes them, and no others are written.
+
+    The reference's layer is returned.
+    """
+    ours, exact = layer, layer.exact()
+    run(reference, exact, program)
+    run(torch_ops, ours, program, *cuts)
     written = ~exact.out.isnan().all(1)
     assert written.any() and torch.equal(written, ~ours.out.isnan().any(1))
     assert relative(ours.out[written], exact.out[written]) < TOLERANCE[ours.x.value.dtype]
@@ -88,6 +86,7 @@ def check(ours: Layer, exact: Layer) -> None:
         (ours.records.conv_tail, exact.records.conv_tail),
     ):
         assert torch.equal(mine.nan_to_num(nan=-99.0), theirs.nan_to_num(nan=-99.0))
+    return exact
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -95,11 +94,7 @@ def test_without_gates_silu_is_taken(dtype: torch.dtype) -> None:
     """Mamba1's convolution, as transformers' Mamba has it."""
     layer = Layer.make(20, 4, dtype, bias=True)
     layer = replace(layer, x=replace(layer.x, gate=None))
-    exact = layer.copy(exact=True)
-    requests: list[Composed] = [(0, False, [(0, 20, -1, Mode.NONE)])]
-    run_compose(reference, exact, requests)
-    run_compose(torch_ops, layer, requests)
-    check(layer, exact)
+    exact = check(run_compose, layer, [(0, False, [(0, 20, -1, Mode.NONE)])])
     rows, w = layer.x.value[PAD : PAD + 20].double(), layer.weights
     assert w.bias is not None
     padded = F.pad(rows.T, (3, 0))[None]
@@ -118,10 +113,7 @@ def test_segments(tokens: int, taps: int, dtype: torch.dtype) -> None:
         Segment(1, tokens, tokens, min(2, tokens - 1), tokens, 4),
         Segment(2, 2 * tokens, tokens + 3, tokens // 2, tokens + 1, 0),
     ]
-    exact = layer.copy(exact=True)
-    run_segments(reference, exact, segments)
-    run_segments(torch_ops, layer, segments)
-    check(layer, exact)
+    check(run_segments, layer, segments)
 
 
 @given(
@@ -136,10 +128,7 @@ def test_segments_in_any_passes(tokens: int, lo: int, length: int, cuts: set[int
     lo = min(lo, tokens - 1)
     segment = Segment(2, 0, tokens, lo, min(lo + length, tokens), 3)
     layer = Layer.make(tokens, taps)
-    exact = layer.copy(exact=True)
-    run_segments(reference, exact, [segment])
-    run_segments(torch_ops, layer, [segment], sorted(c for c in cuts if c < tokens))
-    check(layer, exact)
+    check(run_segments, layer, [segment], sorted(c for c in cuts if c < tokens))
     rows = layer.x.value[PAD : PAD + segment.hi]
     wanted = torch.cat([torch.zeros(taps - 1, CHANNELS), rows])[-(taps - 1) :]
     assert torch.equal(layer.records.conv_tail[3], wanted)
@@ -168,10 +157,7 @@ def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
         # the states of a context, without a token; whatever the mode, the record overwrites
         (5, False, [(4 * n + 2, 0, 2, add), (4 * n + 2, 0, -1, none)]),
     ]  # fmt: skip
-    exact = layer.copy(exact=True)
-    run_compose(reference, exact, requests)
-    run_compose(torch_ops, layer, requests)
-    check(layer, exact)
+    check(run_compose, layer, requests)
     assert torch.equal(layer.caches.conv[int(layer.caches.slots[5])], layer.records.conv_tail[2])
 
 
@@ -180,7 +166,7 @@ def test_composing_is_one_scan(head: int, interior: int, tail: int, taps: int) -
     """A segment's record, made behind its head, serves behind anything that ends in that head: T = 0."""
     n = head + interior + tail
     layer = Layer.make(n, taps)
-    whole, ours = layer.copy(exact=True), layer.copy()
+    whole, ours = layer.exact(), layer.copy()
     run_segments(reference, whole, [Segment(0, 0, n, 0, n, 0)])
     run_segments(torch_ops, ours, [Segment(1, 0, head + interior, head, head + interior, 4)])
     # Behind something else, of which the interior's own inputs are to leave nothing.

@@ -13,9 +13,11 @@ import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 from compilations import COMPILATIONS, Compilation
 
@@ -50,6 +52,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def device() -> torch.device:
     """Where kernels run: a GPU, or the interpreter, which takes tensors on the CPU."""
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rounded_once() -> Iterator[None]:
+    """Mamba2's reference rounds what is convolved as vLLM does on CUDA, once."""
+    from vllm_hypic.backends.ops.mamba2 import reference
+
+    with patch.object(reference, "activated", lambda total, dtype: F.silu(total).to(dtype)):
+        yield
 
 
 @pytest.fixture(scope="session")

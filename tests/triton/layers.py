@@ -3,110 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
-from linear import decaying, layer_inputs, mamba2_inputs, test_layer_operators, test_mamba2
-from linear.layer_inputs import Segment
+import triton
+from linear import kinds, layer_inputs, mamba2_inputs, test_layer_operators
+from linear.layers import Segment, run_segments
 
-from vllm_hypic.backends.ops.gated_delta import reference as delta_reference
-from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_operators
-from vllm_hypic.backends.ops.mamba2 import reference as mamba2_reference
-from vllm_hypic.backends.ops.mamba2.triton import operators as mamba2_operators
+DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
+SMALL = mamba2_inputs.Shape(2, 1, 16, 16)
 
-CPU = torch.device("cpu")
-
-
-def rounded_once() -> AbstractContextManager[Any]:
-    """Mamba2's reference rounds what is convolved as vLLM does on CUDA, once."""
-    return patch.object(mamba2_reference, "activated", lambda total, dtype: F.silu(total).to(dtype))
+of_delta = test_layer_operators.TOLERANCE, test_layer_operators.OUT_TOLERANCE
+for tolerance, out in (of_delta, (mamba2_inputs.Layer.tolerance, mamba2_inputs.Layer.out_tolerance)):
+    tolerance[torch.float16], out[torch.float16] = 1e-4, 1e-3  # shared with kernels that serve no fp16
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A family of layers: its random layers, operators and checks."""
+class There:
+    """A family's operators, which run on the device, for layers that are here."""
 
-    name: str
-    inputs: Any
-    checks: Any
-    running: Any
-    operators: ModuleType
-    reference: ModuleType
-    carried: str
-    """What an interior carries from pass to pass."""
-    as_on_cuda: Callable[[], AbstractContextManager[Any]] = nullcontext
+    def __init__(self, operators: ModuleType) -> None:
+        self._operators = operators
 
-    def make(self, shape: Any, tokens: int, *dtypes: torch.dtype, **more: Any) -> Any:
-        return self.inputs.Layer.make(shape, tokens, *dtypes, **more)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return partial(self._run, getattr(self._operators, name))
 
-    def segments(self, layer: Any, segments: Sequence[Segment], *cuts: Any, exactly: bool = False) -> None:
-        """Runs segment requests by our operators, or by the reference."""
-        with self.as_on_cuda():
-            self.running.run_segments(self._module(exactly), layer, segments, *cuts)
+    def _run(self, operator: Callable[..., None], *given: Any) -> None:
+        """A layer is given first, then its program, which stays on the host, and what passes carry."""
+        there = [on(part) if i < 5 or isinstance(part, list) else part for i, part in enumerate(given)]
+        operator(*there)
+        for mine, theirs in zip(given[2:], there[2:], strict=True):
+            brought_back(mine, theirs)
 
-    def compose(self, layer: Any, requests: Sequence[Any], exactly: bool = False) -> None:
-        with self.as_on_cuda():
-            self.running.run_compose(self._module(exactly), layer, requests)
 
-    def _module(self, exactly: bool) -> ModuleType:
-        return self.reference if exactly else self.operators
+def on(given: Any) -> Any:
+    """A tensor, or a dataclass or list of them, on the device; what is there already is shared."""
+    if isinstance(given, list):
+        return [on(one) for one in given]
+    if is_dataclass(given):
+        return replace(given, **{f.name: on(getattr(given, f.name)) for f in fields(given)})
+    return given.to(DEVICE) if isinstance(given, torch.Tensor) else given
 
-    def captured(
-        self, layer: Any, segments: Sequence[Segment], device: torch.device, *cuts: Any
-    ) -> tuple[Any, Any, Any]:
-        """`layer` after its segments were run, what the reference makes of it, and how it was before."""
-        exact, before, there = layer.exact(), layer.copy(), moved(layer, device)
-        self.segments(exact, segments, exactly=True)
-        self.segments(there, segments, *cuts)
-        return moved(there, CPU), exact, before
 
-    def check_segments(
-        self, layer: Any, segments: Sequence[Segment], device: torch.device, *cuts: Any
-    ) -> Any:
-        """The layer after its segments were run; all that they write is as the reference has it."""
-        ours, exact, before = self.captured(layer, segments, device, *cuts)
-        self.checks.check_segments(ours, exact, segments, before)
-        return ours
+def brought_back(mine: Any, theirs: Any) -> None:
+    if isinstance(mine, list):
+        for one, other in zip(mine, theirs, strict=True):
+            brought_back(one, other)
+    elif is_dataclass(mine):
+        for f in fields(mine):
+            brought_back(getattr(mine, f.name), getattr(theirs, f.name))
+    elif isinstance(mine, torch.Tensor) and mine is not theirs:
+        mine.copy_(theirs)
 
-    def check_composed(self, layer: Any, requests: Sequence[Any], device: torch.device) -> Any:
-        exact, there = layer.exact(), moved(layer, device)
-        self.compose(exact, requests, exactly=True)
-        self.compose(there, requests)
-        ours = moved(there, CPU)
-        self.checks.check_composed(ours, exact, requests)
-        return ours
+
+@dataclass(frozen=True, kw_only=True)
+class Kind(kinds.Kind):
+    """An operator of `tests/linear` whose module `triton` runs on the device."""
+
+    def operators(self, name: str) -> Any:
+        return There(super().operators("triton.operators")) if name == "triton" else super().operators(name)
+
+    def of(self, shape: Any, **changed: Any) -> Kind:
+        """With layers of this shape."""
+        return replace(self, small=shape, **changed)
+
+    def captured(self, layer: Any, segments: Sequence[Segment], *given: Any) -> Any:
+        """What the reference makes of a layer whose segments are run."""
+        exact = layer.exact()
+        run_segments(self.operators("reference"), exact, segments)
+        run_segments(self.operators("triton"), layer, segments, *given)
+        return exact
 
     def __str__(self) -> str:
         return self.name
 
 
-DELTA = Kind(
-    "gated delta", layer_inputs, test_layer_operators, test_layer_operators,
-    delta_operators, delta_reference, carried="transition",
-)  # fmt: skip
-MAMBA2 = Kind(
-    "mamba2", mamba2_inputs, test_mamba2, decaying,
-    mamba2_operators, mamba2_reference, carried="state", as_on_cuda=rounded_once,
-)  # fmt: skip
-SMALL = mamba2_inputs.Shape(2, 1, 16, 16)
-
-for kind in (DELTA, MAMBA2):  # their checks are shared with kernels that serve no fp16
-    kind.checks.TOLERANCE[torch.float16], kind.checks.OUT_TOLERANCE[torch.float16] = 1e-4, 1e-3
+def kind(name: str, of: str, **changed: Any) -> Kind:
+    given = {f.name: getattr(kinds.KINDS[of], f.name) for f in fields(kinds.Kind)}
+    return Kind(**given | {"name": name, "special": {}, "windows": (8, 3, 0, 0), "tokens": 100} | changed)
 
 
-def on(given: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors on a device; those that are there already are shared."""
-    found = {f.name: getattr(given, f.name) for f in fields(given)}
-    return replace(given, **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)})
-
-
-def moved(layer: Any, device: torch.device) -> Any:
-    """All tensors of a layer on a device."""
-    parts = {name: on(getattr(layer, name), device) for name in ("x", "weights", "caches", "records")}
-    carries = [on(carry, device) for carry in layer.carries]
-    return replace(layer, **parts, out=layer.out.to(device), carries=carries)
+DELTA = kind(
+    "gated delta",
+    "gates-of-heads",
+    composed=lambda shape, dtype, _: layer_inputs.every_kind_composed(shape, dtype, added=64, query=15),
+)
+MAMBA2 = kind("mamba2", "mamba2", small=SMALL)

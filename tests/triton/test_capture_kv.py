@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from span_cases import cos_sin_table
+from backends.cases import cos_sin_table
 
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
 from vllm_hypic.backends.ops.span_attention.torch import unrotate

@@ -38,9 +38,7 @@ def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 @pytest.mark.parametrize("one", COMPILATIONS, ids=str)
 def test_kernels_keep_their_limits(
-    one: Compilation,
-    compiled: dict[Compilation, Future[subprocess.CompletedProcess[str]]],
-    tables: list[str],
+    one: Compilation, compiled: dict[Compilation, Future[subprocess.CompletedProcess[str]]], tables: list[str]
 ) -> None:
     done = compiled[one].result()
     tables.append(done.stdout)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
-from span_cases import FP8, LARGEST, SCALES, Case, Heads, cos_sin_table, over, short_parts, skip_without_fp8
+from backends.cases import cos_sin_table
+from span_cases import FP8, LARGEST, SCALES, Case, over, short_parts, skip_without_fp8
 
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
 from vllm_hypic.backends.ops.span_attention.torch import unrotate
@@ -26,31 +30,18 @@ def _short_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
 def test_columns(
     size: int, rotary: int, neox: bool, dtype: torch.dtype, windowed: bool, device: torch.device
 ) -> None:
-    shape = Heads(heads=6, size=size, rotary=rotary, neox=neox)
-    case = Case((2, 300), (25, 130), (1, 70), (3, 0), shape=shape, dtype=dtype, device=device, seed=size)
+    shape: Any = {"heads": 6, "size": size, "rotary": rotary, "neox": neox, "seed": size}
+    case = Case((2, 300), (25, 130), (1, 70), (3, 0), **shape, dtype=dtype, device=device)
     if windowed:
         case.hidden_kv_lens = (case.visible_kv_lens - 50).clamp(min=0)
-    key, value = over(case.key, SCALES["key_scale"]), over(case.value, SCALES["value_scale"])
-    case.key = (key.double() * SCALES["key_scale"]).float()
-    case.value = (value.double() * SCALES["value_scale"]).float()
-    wanted = case.wanted()
-    out, lse = operators.span_attention(
-        case.query,
-        key,
-        value,
-        case.slots,
-        case.positions,
-        case.table,
-        case.neox,
-        case.visible_kv_lens,
-        case.query_ranges,
-        case.scale,
-        case.hidden_kv_lens,
-        **SCALES,
-    )
-    case.compare(out.cpu(), lse.cpu(), wanted=wanted)
+    kept = copy.copy(case)
+    kept.key, kept.value = over(case.key, SCALES["key_scale"]), over(case.value, SCALES["value_scale"])
+    case.key = (kept.key.double() * SCALES["key_scale"]).float()
+    case.value = (kept.value.double() * SCALES["value_scale"]).float()
+    (out, lse), wanted = kept.run(**SCALES), case.wanted()
+    case.compare(out, lse, wanted)
     with pytest.raises(AssertionError):
-        case.compare(1.1 * out.cpu(), lse.cpu(), wanted=wanted)
+        case.compare(1.1 * out, lse, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

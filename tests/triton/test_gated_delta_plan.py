@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from conftest import INTERPRETED
-from linear.inputs import relative
 from linear.layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, segment_program
+from linear.layers import relative
 from linear.test_layer_operators import run_compose, run_segments
 
 from vllm_hypic.backends.ops.gated_delta.triton import operators

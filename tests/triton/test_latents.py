@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from span_cases import DTYPES, POSITIONS, TOLERANCE, cos_sin_table
+from backends.cases import DTYPES, POSITIONS, TOLERANCE, cos_sin_table
 
 from vllm_hypic.backends.ops.span_attention import plan, reference
 from vllm_hypic.backends.ops.span_attention.columns import CacheColumns, PoolColumns

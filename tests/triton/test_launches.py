@@ -14,7 +14,7 @@ import pytest
 from vllm_hypic.backends.ops.gated_delta.triton import capture as delta_capture
 from vllm_hypic.backends.ops.gated_delta.triton import channel_terms, terms
 from vllm_hypic.backends.ops.gated_delta.triton import compose as delta_compose
-from vllm_hypic.backends.ops.kernel_spec import SM90, KernelSpec
+from vllm_hypic.backends.ops.kernel_spec import SM90
 from vllm_hypic.backends.ops.linear_layer.triton import convolution
 from vllm_hypic.backends.ops.mamba2.triton import capture as mamba2_capture
 from vllm_hypic.backends.ops.mamba2.triton import compose as mamba2_compose
@@ -35,12 +35,6 @@ VARIANTS = {
     "contexts_kernel": 2,
 }
 """What an engine compiles for linear layers, however many requests and rows a step has."""
-
-
-def as_launch(spec: KernelSpec) -> list[object]:
-    """As ``record_launches`` prints it."""
-    aligned, name = sorted(spec.aligned), spec.function.__name__
-    return [name, dict(spec.signature), aligned, dict(spec.constants), spec.warps, spec.stages]
 
 
 def launches(program: str, environment: Mapping[str, str]) -> list[list[object]]:
@@ -64,7 +58,9 @@ def test_specs_are_launches(program: str, compiler_environment: dict[str, str]) 
     specs = [spec for spec in specs if linear or SM90 in spec.architectures]
     assert specs
     for spec in specs:
-        wanted = as_launch(spec)
+        # As ``record_launches`` prints it.
+        wanted = [spec.function.__name__, dict(spec.signature), sorted(spec.aligned), dict(spec.constants)]
+        wanted += [spec.warps, spec.stages]
         alike = [launch for launch in found if launch[0] == wanted[0]]
         assert wanted in found, f"{spec.name}:\n{wanted}\nis none of\n{alike}"
     if linear:

@@ -4,74 +4,43 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends.cases import Parts
 
-from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.backends.ops.span_attention.triton.merge import merge_rows_
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-NAMED = [*range(1, 4), *range(5, 11), *range(12, 33)]
-OTHERS = [0, 4, 11, 33]
 
 
-class Parts:
-    """Rows ``NAMED`` of 34 tokens; what must not be read is NaN."""
-
-    def __init__(self, dtype: torch.dtype, size: int) -> None:
-        rng = torch.Generator().manual_seed(size)
-        self.output = torch.randn(34, 4, size, generator=rng).to(dtype)
-        self.output[OTHERS] = float("nan")
-        self.lse, self.other_lse = (8 * torch.randn(len(NAMED), 4, generator=rng) for _ in range(2))
-        self.other = torch.randn(len(NAMED), 4, size, generator=rng)
-        self.lse[3], self.other_lse[5], self.other_lse[6, 2] = float("-inf"), float("-inf"), float("-inf")
-        self.wanted = self.output.clone()
-        query_ranges = torch.tensor([[1, 4, 0, 0], [5, 11, 0, 0], [12, 33, 0, 0]])
-        reference.merge_(self.wanted, self.lse, self.other, self.other_lse, query_ranges)
-        self.query_ranges = query_ranges
-        # An empty part is not read.
-        self.output[NAMED[3]] = float("nan")
-        self.other[5] = float("nan")
-
-    def check(self, output: torch.Tensor) -> None:
-        output = output.cpu()
-        assert output[OTHERS].isnan().all()
-        # One rounding of the result.
-        torch.testing.assert_close(
-            output[NAMED].float(),
-            self.wanted[NAMED].float(),
-            rtol=torch.finfo(output.dtype).eps,
-            atol=1e-6,
-        )
+def parts_of(dtype: torch.dtype, size: int) -> Parts:
+    """An empty part is not read."""
+    parts = Parts(dtype, size)
+    parts.output[parts.NAMED[3]] = parts.other[5] = float("nan")
+    return parts
 
 
 @DTYPES
 @pytest.mark.parametrize("size", [16, 72, 128])
 def test_rows_of_requests(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    parts = Parts(dtype, size)
+    parts = parts_of(dtype, size)
     output = parts.output.to(device)
     operators.merge_(
         output, parts.lse.to(device), parts.other.to(device), parts.other_lse.to(device), parts.query_ranges
     )
-    parts.check(output)
+    parts.check(output.cpu())
 
 
 @DTYPES
 def test_log_sum_exp_head_first(dtype: torch.dtype, device: torch.device) -> None:
     """As FlashAttention gives it, with +inf for nothing; output rows of a wider tensor."""
-    parts = Parts(dtype, 48)
+    parts = parts_of(dtype, 48)
     head_first = parts.lse.t().contiguous().to(device)
     head_first[:, 3] = float("inf")
     wide = torch.full((34, 6, 48), float("nan"), dtype=dtype, device=device)
     wide[:, 1:5] = parts.output.to(device)
-    rows = torch.tensor(NAMED, dtype=torch.int32, device=device)
-    merge_rows_(
-        wide[:, 1:5],
-        head_first.t(),
-        parts.other.to(device),
-        parts.other_lse.to(device),
-        rows,
-    )
-    parts.check(wide[:, 1:5])
+    rows = torch.tensor(parts.NAMED, dtype=torch.int32, device=device)
+    merge_rows_(wide[:, 1:5], head_first.t(), parts.other.to(device), parts.other_lse.to(device), rows)
+    parts.check(wide[:, 1:5].cpu())
     assert wide[:, [0, 5]].isnan().all()
 
 

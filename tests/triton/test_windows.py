@@ -1,10 +1,14 @@
-"""Rows with a window of their own in Triton, over the pool and over vLLM's cache, against float64."""
+"""Rows with a window of their own in Triton, over the pool and over vLLM's cache, and log-sum-exps of that,
+against float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from span_cases import FP8, LSE_TOLERANCE, SCALES, TOLERANCE, Case, Heads, over, short_parts, skip_without_fp8
+from backends.cases import LSE_TOLERANCE, TOLERANCE, Cached
+from span_cases import FP8, SCALES, Case, on, over, short_parts, skip_without_fp8
 
 from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
@@ -23,9 +27,8 @@ def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_public_columns(window: int, group: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     """Windows that begin anywhere, also behind all that a row sees; columns before all windows of a request
     are poisoned."""
-    shape = Heads(heads=2 * group, size=size)
     requests = [(2, 300), (25, 300), (1, 70), (3, 0), (40, 65)]
-    case = Case(*requests, shape=shape, dtype=dtype, device=device, seed=window)
+    case = Case(*requests, heads=2 * group, size=size, dtype=dtype, device=device, seed=window)
     rng = torch.Generator().manual_seed(window)
     behind = torch.randint(0, 9, case.visible_kv_lens.shape, generator=rng)
     case.hidden_kv_lens = (case.visible_kv_lens - window + behind).clamp(min=0)
@@ -35,7 +38,7 @@ def test_public_columns(window: int, group: int, size: int, dtype: torch.dtype, 
         at += rows
         lowest = min([*hidden[hidden < seen].tolist(), len(slots)])
         case.key[slots[:lowest]] = case.value[slots[:lowest]] = float("nan")
-    case.compare(*case.run(), wanted=wanted)
+    case.compare(*case.run(), wanted)
 
 
 def test_hiding_nothing_changes_no_bit(device: torch.device) -> None:
@@ -109,6 +112,31 @@ def test_cached_tokens(
     largest = float(cache.nan_to_num(0.0).abs().max())
     assert float((out.cpu().double() - wanted).abs().max()) / largest <= TOLERANCE[dtype]
     assert float((lse.cpu() - wanted_lse).abs().max()) <= (1e-2 if scales else LSE_TOLERANCE[dtype])
+
+
+MANY = (1, 1), (1, 40), (7, 7), (5, 33), (9, 80)
+
+
+@pytest.mark.parametrize("dtype", LSE_TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("group", "size", "block", "requests"),
+    [
+        *((group, size, 16, MANY) for group, size in ((1, 32), (3, 72), (8, 16))),
+        # As hybrid models have them: their pages are as large as a state.
+        (2, 16, 24, ((3, 90), (1, 24))),
+    ],
+    ids=["1-32", "3-72", "8-16", "no power of two"],
+)
+def test_cache_lse(
+    group: int, size: int, block: int, requests: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Over a paged cache whose K elements lie anywhere in a block."""
+    case = Cached(*requests, dtype=dtype, group=group, size=size, block=block)
+    query, cache, index, table, *rest = case.lse_arguments
+    ours = operators.cache_lse(*on(device, [query, cache, index, table]), *rest)
+    wanted = reference.cache_lse(*case.lse_arguments)
+    assert ours.dtype == torch.float32 and ours.shape == wanted.shape
+    assert float((ours.cpu() - wanted).abs().max()) <= LSE_TOLERANCE[dtype]
 
 
 def test_bad_arguments_are_refused(device: torch.device) -> None:
