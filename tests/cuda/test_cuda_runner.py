@@ -96,8 +96,7 @@ def dispatched(made: Any, requests: int) -> CUDAGraphMode:
         num_scheduled_tokens_np=np.full(requests, each, dtype=np.int32),
         max_num_scheduled_tokens=each,
     )
-    found: CUDAGraphMode = mode
-    return found
+    return mode
 
 
 @pytest.mark.parametrize(
@@ -369,22 +368,6 @@ def test_partial_results_are_bounded() -> None:
     assert span_pieces(runtime, step, public, heads) is pieces
 
 
-def mixed_step() -> StepContext:
-    """A composed prefill, a plain request, a composed decode beyond its prompt, a padded segment request."""
-    stream = StreamTensors.of(PLAN, CPU)
-    padded = CapturePlan(0, 4, 0, np.arange(4), np.array([0, 1, 6, 7]), leading=False)
-    unpadded = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
-    return StepContext(
-        [composed_row(BatchRow(0, 0, 3, 1, 4), stream), composed_row(BatchRow(2, 5, 7, 4, 6), stream)],
-        [
-            capture_row("a", BatchRow(3, 7, 9, 1, 3), padded),
-            capture_row("b", BatchRow(4, 9, 10, 0, 1), unpadded),
-        ],
-        CPU,
-        Batch.of(np.array([1, 9, 4, 1, 0]), np.array([3, 2, 2, 2, 1])),
-    )
-
-
 @pytest.mark.parametrize("mrope", [False, True])
 def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) -> None:
     made: Any = HypicGPUModelRunner.__new__(HypicGPUModelRunner)
@@ -392,7 +375,15 @@ def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) 
     made.positions, made.uses_mrope = stock.clone(), mrope
     made.mrope_positions = SimpleNamespace(gpu=stock.expand(3, -1).clone())
     buffers = made.positions.data_ptr(), made.mrope_positions.gpu.data_ptr()
-    made._rewrite_positions(mixed_step())
+    # A composed prefill, a plain request, a composed decode beyond its prompt, a padded segment request.
+    stream, own = StreamTensors.of(PLAN, CPU), np.arange(4)
+    composed = [composed_row(BatchRow(0, 0, 3, 1, 4), stream), composed_row(BatchRow(2, 5, 7, 4, 6), stream)]
+    captures = [
+        capture_row("a", BatchRow(3, 7, 9, 1, 3), CapturePlan(0, 4, 0, own, np.array([0, 1, 6, 7]), False)),
+        capture_row("b", BatchRow(4, 9, 10, 0, 1), CapturePlan(0, 4, 0, own, None, leading=False)),
+    ]
+    batch = Batch.of(np.array([1, 9, 4, 1, 0]), np.array([3, 2, 2, 2, 1]))
+    made._rewrite_positions(StepContext(composed, captures, CPU, batch))
     # Generated tokens go on at the prompt's logical length.
     wanted = [4, 5, 11, 103, 104, 12, 13, 1, 6, *range(109, 116)]
     assert made.positions.tolist() == wanted

@@ -86,11 +86,6 @@ class LateStreams:
         return self.sent[-1]
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
-    return late_worker(monkeypatch)
-
-
 def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
     """A worker whose pool keeps its books as on a GPU."""
     linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
@@ -114,9 +109,9 @@ def capture(worker: WorkerSide, slot: int, serial: int, *, leading: bool = False
     worker.end_step()
 
 
-def test_tiles_are_reported_one_pass_later(late: tuple[WorkerSide, LateStreams]) -> None:
+def test_tiles_are_reported_one_pass_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the device says by then: ranks must report a record in the same pass."""
-    worker, streams = late
+    worker, streams = late_worker(monkeypatch)
     capture(worker, 0, serial=1, dead=2)
     assert worker.take_report() is None
     streams.sent[0].here = True
@@ -132,9 +127,9 @@ def test_tiles_are_reported_one_pass_later(late: tuple[WorkerSide, LateStreams])
     assert worker.take_report() is None
 
 
-def test_the_row_is_read_as_the_pass_left_it(late: tuple[WorkerSide, LateStreams]) -> None:
+def test_the_row_is_read_as_the_pass_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later pass may reuse the table's row before the copy is looked at."""
-    worker, streams = late
+    worker, streams = late_worker(monkeypatch)
     capture(worker, 0, serial=1, dead=2)
     assert worker.runtime is not None
     worker.runtime.pool.transition_blocks.row(0).fill_(5)
@@ -144,8 +139,8 @@ def test_the_row_is_read_as_the_pass_left_it(late: tuple[WorkerSide, LateStreams
     assert report is not None and report.transition_blocks == {1: 3}
 
 
-def test_a_record_that_is_dropped_meanwhile_is_not_reported(late: tuple[WorkerSide, LateStreams]) -> None:
-    worker, streams = late
+def test_a_record_that_is_dropped_meanwhile_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, streams = late_worker(monkeypatch)
     capture(worker, 0, serial=1, dead=2)
     worker.absorb(HypicMetadata(dropped_slots=[0]))
     capture(worker, 0, serial=2, dead=1)
@@ -185,8 +180,8 @@ def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None
         assert pool.free >= BLOCKS - 10, "a rank holds more than the scheduler counts"
 
 
-def test_leading_records_need_none(late: tuple[WorkerSide, LateStreams]) -> None:
-    worker, streams = late
+def test_leading_records_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, streams = late_worker(monkeypatch)
     capture(worker, 0, serial=1, leading=True)
     assert not streams.sent and worker.take_report() is None
 

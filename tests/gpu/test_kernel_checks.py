@@ -80,20 +80,11 @@ class FaultyOperators(TorchOperators):
         assert isinstance(right, _TorchSpan)
         return Faulty(right.rows, right.query_ranges, right.visible_kv_lens, self.fault)
 
-    def capture(
-        self,
-        pool: tuple[Tensor, Tensor],
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        table: Tensor | None,
-        neox: bool = True,
-    ) -> None:
+    def capture(self, pool: tuple[Tensor, Tensor], *given: Any) -> None:  # type: ignore[override]
+        key, value, rows, slots, positions, *rotation = given
         if self.fault == "capture":
             positions = positions + 1
-        super().capture(pool, key, value, rows, slots, positions, table, neox)
+        super().capture(pool, key, value, rows, slots, positions, *rotation)
         if self.fault == "stray write":
             unused = torch.ones(len(pool[0]), dtype=torch.bool)
             unused[slots] = False
@@ -186,10 +177,7 @@ def test_differences_and_stray_writes() -> None:
 
 @pytest.mark.parametrize(
     "requests",
-    [
-        [SpanRequest(40, (20,) * 3 + (40,) * 2)],
-        [SpanRequest.decode(33)] * 3,
-    ],
+    [[SpanRequest(40, (20,) * 3 + (40,) * 2)], [SpanRequest.decode(33)] * 3],
     ids=["two sights", "decode"],
 )
 def test_sdpa_computes_the_same(requests: list[SpanRequest]) -> None:

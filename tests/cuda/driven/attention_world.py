@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from full_attention import attend, stream, table_of
 from mixed_batch import pass_of, starts_of
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_fp8 import Scales
 from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
+from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime
@@ -35,6 +39,14 @@ SLOTS = 64
 SCALES = 0.03, 0.02, 0.025
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest error allowed, in units of V, which is about 1."""
+
+
+def install(patch: pytest.MonkeyPatch, call: Callable[..., Any]) -> None:
+    """Calls of FlashAttention are these, whose log-sum-exp is kept."""
+    kernel: Any = flash_attn.FA4DenseAttentionKernel
+    patch.setattr(kernel, "__call__", kernel.__call__)
+    cuda_kept_lse.apply()
+    patch.setattr(flash_attn, "flash_attn_varlen_func", call, raising=False)
 
 
 def stand_in(

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDABailingDeltaNet, HypicCUDAKimiDeltaNet
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
-from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.backends.ops.program import ordinary
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.states import LinearGeometry
@@ -250,11 +250,9 @@ def recurrence(
 ) -> Tensor:
     """The delta rule over requests with these token rows, in float64."""
     out = torch.zeros(bounds[-1], layer.kind.heads, layer.kind.V, dtype=torch.float64)
-    ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
-    rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
     records = DevicePool(layer.kind.geometry(slots=1), CPU).linear[NAME]
-    program = pack(rows, ComposeRow), pack(ops, ComposeOp)
-    reference.gdn_compose(x, layer.kind.weights(layer), caches, out, records, *program)
+    given = x, layer.kind.weights(layer), caches, out, records
+    reference.gdn_compose(*given, *ordinary(bounds, resumed))
     return out
 
 

@@ -120,8 +120,7 @@ class Latents:
         return here
 
     def bound(self) -> int:
-        found: int = self.world.impl.scratch_bytes(self.world.starts[-1], self.world.dtype)
-        return found
+        return int(self.world.impl.scratch_bytes(self.world.starts[-1], self.world.dtype))
 
 
 class Linear:
@@ -160,8 +159,7 @@ class Linear:
     def bound(self) -> int:
         """Without what interiors carry between passes: here none is cut."""
         own = self.world.layer.scratch(self.world.tokens, torch.float32)
-        found: int = own.working - own.carried
-        return found
+        return int(own.working - own.carried)
 
 
 class Delta(Linear):
@@ -196,8 +194,7 @@ class Delta(Linear):
             del self.calls["compose"]
 
     def bound(self) -> int:
-        found: int = self.world.layer.scratch(self.world.tokens, torch.float32).working
-        return found
+        return int(self.world.layer.scratch(self.world.tokens, torch.float32).working)
 
 
 class Mamba2(Linear):

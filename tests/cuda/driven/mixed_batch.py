@@ -20,7 +20,7 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadata
 
 from vllm_hypic.backends.linear.layout import linear_step
-from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, ordinary, pack
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
@@ -172,9 +172,7 @@ def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, 
     else:
         assert m.query_start_loc_p is m.has_initial_states_p is m.nums_dict is m.batch_ptr is None
     assert bounds[-1] == m.num_decode_tokens + m.num_prefill_tokens
-    ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
-    rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
-    return slots, (pack(rows, ComposeRow), pack(ops, ComposeOp))
+    return slots, ordinary(bounds, resumed)
 
 
 def wide(records: Any) -> SimpleNamespace:

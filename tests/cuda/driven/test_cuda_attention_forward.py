@@ -22,6 +22,7 @@ from attention_world import (
     SLOTS,
     World,
     angles,
+    install,
     stand_in,
 )
 from vllm.v1.attention.backends import flash_attn
@@ -31,28 +32,19 @@ from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.ops.kept_lse import KEPT
 from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
 from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
-from vllm_hypic.patches import cuda_kept_lse
-from vllm_hypic.pool.step import (
-    AttentionRows,
-    Batch,
-    StepContext,
-)
+from vllm_hypic.pool.step import AttentionRows, Batch, StepContext
 
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """FlashAttention is the stand-in; of each call whether its log-sum-exp was asked for."""
-    monkeypatch.setattr(
-        flash_attn.FA4DenseAttentionKernel, "__call__", flash_attn.FA4DenseAttentionKernel.__call__
-    )
-    cuda_kept_lse.apply()
     calls = list[bool]()
 
     def called(*args: Any, **kwargs: Any) -> Any:
         calls.append(bool(kwargs.get("return_softmax_lse")))
         return stand_in(*args, **kwargs)
 
-    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", called, raising=False)
+    install(monkeypatch, called)
     return calls
 
 
@@ -108,10 +100,7 @@ def test_what_is_captured_is_fp8() -> None:
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(
     ("window", "dtype"),
-    [
-        *((window, torch.float32) for window in (1, 3, 12, 20, 30, 64)),
-        (20, torch.bfloat16),
-    ],
+    [*((window, torch.float32) for window in (1, 3, 12, 20, 30, 64)), (20, torch.bfloat16)],
 )
 def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sinks: bool) -> None:
     """Windows that hide all that is public, some of it from both composed requests, from one, from none."""
@@ -286,9 +275,9 @@ def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> 
     world = World(F32, None)
     world.forward()
     plans = world.step.shared.of(shared_rows._SharedPlans)
-    first = made_in(plans)
+    first = [made for _, made in plans._made.values()]
     world.forward()
-    again = made_in(plans)
+    again = [made for _, made in plans._made.values()]
     assert len(first) == len(again) == 2 and all(a is b for a, b in zip(first, again, strict=True))
     assert world.step.shared.of(shared_rows._SharedPlans) is plans
     kept = world.runtime.shared.of(shared_rows._KeptColumns).kept
@@ -300,8 +289,3 @@ def test_plans_are_made_once_a_pass_and_columns_once_for_the_same_requests() -> 
     world.forward()
     [(_, other)] = kept.values()
     assert other is not columns
-
-
-def made_in(plans: shared_rows._SharedPlans) -> list[Any]:
-    """All that was made once for the pass."""
-    return [made for _, made in plans._made.values()]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_world import BLOCK, HEADS, KV_HEADS, LIMITS, ROTARY, SIZE, stand_in
+from attention_world import BLOCK, HEADS, KV_HEADS, LIMITS, ROTARY, SIZE, install, stand_in
 from full_attention import attend, stream, table_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.attention.backends import flash_attn
@@ -30,7 +30,6 @@ from vllm_hypic.backends.ops.span_attention.triton import kernels, merge, operat
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.side import WorkerSide
-from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool.decoding import Decoding
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import StreamPlan
@@ -228,10 +227,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
 
 @pytest.fixture(autouse=True)
 def _stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel: Any = flash_attn.FA4DenseAttentionKernel
-    monkeypatch.setattr(kernel, "__call__", kernel.__call__)
-    cuda_kept_lse.apply()
-    monkeypatch.setattr(flash_attn, "flash_attn_varlen_func", padded, raising=False)
+    install(monkeypatch, padded)
     # Few columns, so that the interpreter is through soon with the programs that find nothing to do.
     monkeypatch.setattr(fixed, "LEAST_COLUMNS", 2048)
     monkeypatch.setattr(fixed, "COLUMNS_A_ROW", 512)
@@ -285,18 +281,12 @@ def test_a_graph_and_a_pass_without_give_the_same_bits(monkeypatch: pytest.Monke
     step = world.runtime.step
     assert step is not None and step.decoding is not None
     monkeypatch.setattr(DecodePlans, "fit", lambda *_: False)
-    rows = [i for i, r in enumerate(requests) if r in PLANS]
-    world.runtime.step = StepContext(
-        [
-            composed_row(
-                BatchRow(i, i, i + 1, computed[i], computed[i] + 1), StreamTensors.of(PLANS[requests[i]], CPU)
-            )
-            for i in rows
-        ],
-        [],
-        CPU,
-        step.batch,
-    )
+    composed = [
+        composed_row(BatchRow(i, i, i + 1, at, at + 1), StreamTensors.of(PLANS[request], CPU))
+        for i, (request, at) in enumerate(zip(requests, computed, strict=True))
+        if request in PLANS
+    ]
+    world.runtime.step = StepContext(composed, [], CPU, step.batch)
     world.output.fill_(math.nan)
     world.forward()
     assert torch.equal(world.output[: len(requests)], found[: len(requests)])
@@ -317,8 +307,6 @@ def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setattr(
                 fixed.FixedPlans, "write", lambda self, rows, *of: real(self, (rows + 1) % ROWS, *of)
             )
-        case "columns":
-            plan.plan(ROWS).columns.slots.zero_()
     world.enter(requests, computed)
     if fault == "columns":
         plan.plan(ROWS).columns.slots.zero_()

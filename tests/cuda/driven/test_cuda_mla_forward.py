@@ -139,19 +139,9 @@ class World:
         self.up = up
         impl: Any = backend_of(AttentionBackendEnum.TRITON_MLA).get_impl_cls()
         self.impl = impl.__new__(impl)
-        sizes = {
-            "qk_nope_head_dim": NOPE,
-            "qk_rope_head_dim": ROPE,
-            "v_head_dim": VALUE,
-            "kv_lora_rank": RANK,
-        }
+        sizes = dict(qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE, kv_lora_rank=RANK)
         own = {"num_heads": HEADS, "head_size": SIZE, "scale": SCALE, "kv_cache_dtype": "auto"}
-        switches = {
-            "dcp_world_size": 1,
-            "indexer": None,
-            "_use_flashinfer_concat_mla_k": False,
-            "_sm_count": 2,
-        }
+        switches = dict(dcp_world_size=1, indexer=None, _use_flashinfer_concat_mla_k=False, _sm_count=2)
         vars(self.impl).update(**sizes, **own, **switches, kv_b_proj=lambda c: (c @ up.flatten(1), None))
         self.layer: Any = MLAAttention.__new__(MLAAttention)
         torch.nn.Module.__init__(self.layer)
@@ -181,12 +171,8 @@ class World:
         starts = torch.tensor(self.starts, dtype=torch.int32)
         prefills = len(LENGTHS) - decodes
         backend: Any = SimpleNamespace(run_prefill_new_tokens=self.prefill)
-        prefill = MLACommonPrefillMetadata(
-            self.block_table[decodes:],
-            starts[decodes:] - starts[decodes],
-            max(lengths),
-            prefill_backend=backend,
-        )
+        of_prefills = self.block_table[decodes:], starts[decodes:] - starts[decodes], max(lengths)
+        prefill = MLACommonPrefillMetadata(*of_prefills, prefill_backend=backend)
         return MLACommonMetadata(
             num_reqs=len(LENGTHS),
             max_query_len=max(lengths),

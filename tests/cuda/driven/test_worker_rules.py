@@ -35,10 +35,7 @@ CPU = torch.device("cpu")
 FLOAT = torch.float32
 GEOMETRY = PoolGeometry(
     (AttentionGeometry("attention", 1, 8, FLOAT),),
-    (
-        LinearGeometry("delta", 2, 16, 16, 3, 24, FLOAT),
-        DecayGeometry("decay", 2, 16, 16, 3, 24, FLOAT),
-    ),
+    (LinearGeometry("delta", 2, 16, 16, 3, 24, FLOAT), DecayGeometry("decay", 2, 16, 16, 3, 24, FLOAT)),
     page_tokens=8,
     pages=4,
     slots=4,

@@ -58,7 +58,8 @@ class LateDevice:
     def run(self, steps: int) -> None:
         """So many things happen, on either stream, if as many are left."""
         for _ in range(steps):
-            ready = [s for s in (self.passes, self.copies) if s and not _blocked(s[0])]
+            streams = self.passes, self.copies
+            ready = [s for s in streams if s and not (isinstance(s[0], LateMark) and not s[0].passed)]
             if not ready:
                 assert not self.passes and not self.copies, "the streams wait for each other"
                 return
@@ -112,10 +113,6 @@ class LateDevice:
         self.passes.append(lambda: row.found.append(tensor.clone()))
         row.mark = self.mark_on(self.passes)
         return row
-
-
-def _blocked(head: _Work | LateMark) -> bool:
-    return isinstance(head, LateMark) and not head.passed
 
 
 class LateRow:

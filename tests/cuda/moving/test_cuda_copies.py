@@ -135,7 +135,6 @@ def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
 
 
 def test_the_end_waits_for_the_thread_and_seals() -> None:
-    """With its thread."""
     world = World(0)
     slow: Any = world.mover
     assert isinstance(slow, StagedMover)

@@ -60,14 +60,6 @@ def with_stream(change: Callable[[LateDevice], None]) -> Make:
     return make
 
 
-def copies_do_not_wait_for_passes(device: LateDevice) -> None:
-    device.after_passes = lambda: None  # type: ignore[method-assign]
-
-
-def passes_do_not_wait_for_copies(device: LateDevice) -> None:
-    device.before_passes = lambda mark: None  # type: ignore[method-assign]
-
-
 def marks_say_done_at_once(device: LateDevice) -> None:
     launch = device.launch
 
@@ -132,39 +124,23 @@ class Marking(StagedMover):
         super()._carry(departure, chunk, block)
 
 
-def shared(pool: DevicePool, device: LateDevice) -> StagedMover:
-    return StagedMover(pool, device, SharedBlocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False))
+def of(mover: type[StagedMover], blocks: type[PoisonedBlocks] = PoisonedBlocks) -> Make:
+    return lambda pool, device: mover(pool, device, blocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False))
 
 
-def of(mover: type[StagedMover]) -> Make:
-    return lambda pool, device: mover(
-        pool, device, PoisonedBlocks(BLOCKS, BLOCK_BYTES), CopyThread(threaded=False)
-    )
+BROKEN = {
+    "copy before pass": with_stream(lambda device: setattr(device, "after_passes", lambda: None)),
+    "pass before copy": with_stream(lambda device: setattr(device, "before_passes", lambda mark: None)),
+    "used before done": with_stream(marks_say_done_at_once),
+    "block reused": of(StagedMover, SharedBlocks),
+    "dropped, copied on": of(Forgetful),
+    "block freed before it was carried": of(FreesBlocksFirst),
+    "used before it was carried": of(BelievesTheThread),
+    "a thread calls the device": of(Marking),
+}
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        with_stream(copies_do_not_wait_for_passes),
-        with_stream(passes_do_not_wait_for_copies),
-        with_stream(marks_say_done_at_once),
-        shared,
-        of(Forgetful),
-        of(FreesBlocksFirst),
-        of(BelievesTheThread),
-        of(Marking),
-    ],
-    ids=[
-        "copy before pass",
-        "pass before copy",
-        "used before done",
-        "block reused",
-        "dropped, copied on",
-        "block freed before it was carried",
-        "used before it was carried",
-        "a thread calls the device",
-    ],
-)
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_every_rule_is_needed(broken: Make) -> None:
     """With any of them broken, some life ends badly."""
 

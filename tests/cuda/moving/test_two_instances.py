@@ -32,7 +32,7 @@ from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier
 
 from .late_device import CPU
-from .world import DOCUMENTS, GEOMETRY, IDS, NAMESPACE, Content
+from .world import DOCUMENTS, GEOMETRY, IDS, NAMESPACE, OPTIONS, Content
 
 PARALLEL = {"listen": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101", "deadline_s": 60.0}
 TIERS = [{"type": "redis", "url": "redis://cache", "shared": True}]
@@ -43,12 +43,8 @@ class Instance:
     """Scheduler and worker, stepped by the test.  ``tier``: shared with the other instance."""
 
     def __init__(self, tier: MemoryTier | None) -> None:
-        options: dict[str, Any] = {"min_segment_tokens": 4, "seam_tokens": 0, "segment_parallel": PARALLEL}
-        options |= {"context": "none", "islands": "none"}
-        if tier is not None:
-            options["store"] = {"tiers": TIERS}
-        self.tier = tier
-        config = HypicConfig.from_mapping(options)
+        self.tier, store = tier, {} if tier is None else {"store": {"tiers": TIERS}}
+        config = HypicConfig.from_mapping(OPTIONS | {"segment_parallel": PARALLEL} | store)
         self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
         self.worker = WorkerSide(GEOMETRY, config, self._open_links)
         self.pool = self.worker.start(CPU).pool

@@ -60,6 +60,7 @@ LINEAR = tuple(
 )
 GEOMETRY = PoolGeometry(ATTENTION, LINEAR, PAGE, pages=SLOTS * 6, slots=SLOTS, transition_blocks=SLOTS * 4)
 NAMESPACE = Namespace.from_config({})
+OPTIONS: dict[str, Any] = {"min_segment_tokens": 4, "seam_tokens": 0, "context": "none", "islands": "none"}
 BLOCK_BYTES, BLOCKS = 192, 3
 """A record takes several blocks, and there are fewer than one record may need."""
 
@@ -139,15 +140,8 @@ class World:
     def __init__(self, seed: int, make: Make | None = staged, *, lag: bool = True) -> None:
         """``make=None``: as on the CPU."""
         self.rng, self.device, self.lags = random.Random(seed), LateDevice(seed), lag
-        config = HypicConfig.from_mapping(
-            {
-                "min_segment_tokens": 4,
-                "seam_tokens": 0,
-                "context": "none",
-                "islands": "none",
-                "store": {"tiers": [{"type": "memory", "bytes": 1 << 20}], "eviction": "lru"},
-            }
-        )
+        store = {"tiers": [{"type": "memory", "bytes": 1 << 20}], "eviction": "lru"}
+        config = HypicConfig.from_mapping(OPTIONS | {"store": store})
         self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
         tier = MemoryTier("memory", 1 << 20, make_policy("lru", "always"))
         self.store = TieredStore([tier], StoreSettings(deadline_s=1e6, queue_bytes=1 << 20))

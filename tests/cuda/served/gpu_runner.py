@@ -13,7 +13,6 @@ often each stage ran each operator.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import sys
@@ -129,7 +128,7 @@ def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     """What vLLM computes for the batch that the metadata describes."""
     from vllm_hypic.backends.ops import gated_delta
     from vllm_hypic.backends.ops.gated_delta import torch as operators
-    from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+    from vllm_hypic.backends.ops.program import ordinary
     from vllm_hypic.engine.worker import worker_side
 
     metadata = get_forward_context().attn_metadata
@@ -140,18 +139,9 @@ def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     bounds = m.non_spec_query_start_loc[: requests + 1].tolist()
     assert bounds[-1] == m.num_actual_tokens
     resumed = [True] * requests if m.has_initial_state is None else m.has_initial_state.tolist()
-    ops = [ComposeOp(lo, hi - lo, -1, Mode.NONE) for lo, hi in itertools.pairwise(bounds)]
-    rows = [ComposeRow(i, int(r), i, i + 1) for i, r in enumerate(resumed)]
     caches = layer._current_views().caches(m.non_spec_state_indices_tensor[:requests].contiguous())
-    operators.gdn_compose(
-        gated_delta.Inputs(mixed, a, b),
-        layer.weights(),
-        caches,
-        out,
-        layer.records(worker_side().runtime),
-        pack(rows, ComposeRow),
-        pack(ops, ComposeOp),
-    )
+    x, records = gated_delta.Inputs(mixed, a, b), layer.records(worker_side().runtime)
+    operators.gdn_compose(x, layer.weights(), caches, out, records, *ordinary(bounds, resumed))
 
 
 def parts() -> list[list[list[int]]]:

@@ -15,6 +15,7 @@ import device_rules
 import numpy as np
 import pytest
 import torch
+from mixed_batch import pass_of
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
@@ -23,12 +24,13 @@ from vllm_hypic.engine import drafter
 from vllm_hypic.engine.drafter import ComposingDraftModel, ComposingHead
 from vllm_hypic.pool import step as pool_step
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
-from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, composed_row
+from vllm_hypic.pool.step import StepContext
 
 CPU = torch.device("cpu")
 LENGTHS = ((20, 3), (17, 3), (2, 7))
 """Of each request tokens behind it, in the stream, and in this pass: a plain and a composed decode, of which
 one and two drafts were rejected, and a composed prefill."""
+INDICES = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
 REJECTED = torch.tensor([1, 2, 0], dtype=torch.int32)
 BLOCK, LONGEST, MOST = 8, 128, 64
 AHEAD = 30
@@ -63,22 +65,10 @@ def proposer(kind: Any, extra: int, mrope: bool = False) -> Any:
 
 
 def step_of() -> StepContext:
-    tokens = 40
-    plan = StreamPlan(
-        np.arange(tokens) + AHEAD,
-        tokens + AHEAD,
-        (ComposePoint(0, 0, AHEAD, False),),
-        np.arange(AHEAD),
-        np.arange(AHEAD),
-        True,
-    )
-    starts = np.cumsum([0, *(n for _, n in LENGTHS)]).tolist()
-    rows = [BatchRow(i, starts[i], starts[i + 1], s0, s0 + n) for i, (s0, n) in enumerate(LENGTHS)]
-    stream = StreamTensors.of(plan, CPU)
-    computed, scheduled = (np.array(part) for part in zip(*LENGTHS, strict=True))
-    return StepContext(
-        [composed_row(row, stream) for row in rows[1:]], [], CPU, Batch.of(computed, scheduled)
-    )
+    tokens, columns = 40, np.arange(AHEAD)
+    points = (ComposePoint(0, 0, AHEAD, False),)
+    plan = StreamPlan(np.arange(tokens) + AHEAD, tokens + AHEAD, points, columns, columns, True)
+    return pass_of(LENGTHS, {1: plan, 2: plan}, {})
 
 
 def common() -> CommonAttentionMetadata:
@@ -86,7 +76,6 @@ def common() -> CommonAttentionMetadata:
     starts = torch.cat([torch.zeros(1), scheduled.cumsum(0)]).int()
     used = torch.tensor([s0 + n for s0, n in LENGTHS], dtype=torch.int32)
     table = torch.arange(1, 1 + len(LENGTHS) * LONGEST // BLOCK, dtype=torch.int32).view(len(LENGTHS), -1)
-    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
     request = torch.repeat_interleave(torch.arange(len(LENGTHS)), scheduled)
     return CommonAttentionMetadata(
         query_start_loc=starts,
@@ -97,7 +86,7 @@ def common() -> CommonAttentionMetadata:
         max_query_len=int(scheduled.max()),
         max_seq_len=int(used.max()),
         block_table_tensor=table,
-        slot_mapping=table[request, indices // BLOCK].long() * BLOCK + indices % BLOCK,
+        slot_mapping=table[request, INDICES // BLOCK].long() * BLOCK + INDICES % BLOCK,
         seq_lens_cpu_upper_bound=used.clone(),
     )
 
@@ -138,7 +127,7 @@ def run(made: Any, step: StepContext | None, positions: torch.Tensor) -> list[di
 
 def logical(step: StepContext) -> torch.Tensor:
     """Positions of the model's pass."""
-    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
+    indices = INDICES.clone()
     for c in step.composed:
         indices[c.row.q0 : c.row.q1] += AHEAD
     return indices
@@ -149,8 +138,7 @@ def compare(ours: Any, stock: Any, extra: int, moved: torch.Tensor | None = None
     model's positions."""
     step, mrope = step_of(), moved is not None
     coordinates = torch.zeros(1, dtype=torch.int64) if moved is None else moved
-    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
-    wanted = run(proposer(stock, extra, mrope), None, indices.expand(3, -1) if mrope else indices)
+    wanted = run(proposer(stock, extra, mrope), None, INDICES.expand(3, -1) if mrope else INDICES)
     found = run(proposer(ours, extra, mrope), step, logical(step) + coordinates)
     for i, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
         for name in ("tokens", "slots", "lengths", "sampled"):
@@ -186,19 +174,15 @@ def test_coordinates_of_images_are_kept() -> None:
 
 @KINDS
 def test_without_records_vllm_drafts_alone(ours: Any, stock: Any, extra: int) -> None:
-    indices = torch.cat([torch.arange(s0, s0 + n) for s0, n in LENGTHS])
-    wanted, found = run(proposer(stock, extra), None, indices), run(proposer(ours, extra), None, indices)
+    wanted, found = run(proposer(stock, extra), None, INDICES), run(proposer(ours, extra), None, INDICES)
     for mine, theirs in zip(found, wanted, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs if name != "step")
 
 
 @KINDS
 def test_slots_by_logical_positions_would_show(ours: Any, stock: Any, extra: int) -> None:
-    step = step_of()
-    wanted, found = (
-        run(proposer(ours, extra), step, logical(step)),
-        run(proposer(stock, extra), None, logical(step)),
-    )
+    step, positions = step_of(), logical(step_of())
+    wanted, found = run(proposer(ours, extra), step, positions), run(proposer(stock, extra), None, positions)
     assert any(not torch.equal(a["slots"], b["slots"]) for a, b in zip(wanted, found, strict=True))
 
 

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.third_party.flash_linear_attention.ops.kda import fused_recurrent_kda
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
-from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, pack
+from vllm_hypic.backends.ops.program import ordinary
 from vllm_hypic.pool.tensors import LinearRecords
 
 HEADS, K, TOKENS = 2, 32, 3
@@ -49,17 +49,9 @@ class Step:
         """Outputs [n, H, V] and states [n, H, V, K] in float64."""
         state = self.state.double().transpose(2, 3).clone()
         out = torch.zeros(TOKENS, HEADS, K, dtype=torch.float64)
-        ops = [ComposeOp(i, 1, -1, Mode.NONE) for i in range(TOKENS)]
-        rows = [ComposeRow(i, 1, i, i + 1) for i in range(TOKENS)]
-        reference.gdn_compose(
-            Inputs(self.mixed, self.a, self.b),
-            self.weights(),
-            Caches(self.slots, torch.zeros(5, 3, self.mixed.shape[1]), state),
-            out,
-            no_records(),
-            pack(rows, ComposeRow),
-            pack(ops, ComposeOp),
-        )
+        caches = Caches(self.slots, torch.zeros(5, 3, self.mixed.shape[1]), state)
+        given = Inputs(self.mixed, self.a, self.b), self.weights(), caches, out, no_records()
+        reference.gdn_compose(*given, *ordinary(range(TOKENS + 1), [True] * TOKENS))
         return out, state.transpose(2, 3)[self.slots.long()]
 
     def check(self, out: Tensor, state: Tensor) -> None:
@@ -83,14 +75,8 @@ def test_kimi(bound: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(bound)
     state = step.state.clone()
     out, _ = fused_recurrent_kda_packed_decode(
-        torch.nn.functional.silu(step.mixed),
-        step.a[None],
-        step.b[None],
-        step.A_log,
-        step.dt_bias,
-        bound,
-        state,
-        step.slots,
+        *(torch.nn.functional.silu(step.mixed), step.a[None], step.b[None], step.A_log, step.dt_bias),
+        *(bound, state, step.slots),
     )
     step.check(out[0], state)
 
