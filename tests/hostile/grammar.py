@@ -239,16 +239,13 @@ OPTIONS = st.one_of(
 
 _SAMPLING: Mapping[str, list[Any]] = {
     "n": [1, 2, 3, 0, -1, 10**6],
-    "stream": [False, True],
     "stream_options": [{"include_usage": True}, {"continuous_usage_stats": True}, {}],
-    "echo": [False, True],
     "logprobs": [0, 1, 5, True, -1, 10**9],
     "top_logprobs": [0, 2, -1, 10**9],
     "prompt_logprobs": [0, 1, -1, 10**9],
     "priority": [0, 1, -1, 2**63, 10**30],
     "min_tokens": [0, 3, 9, -1, 10**9],
     "max_tokens": [1, 2, 8, 0, -1, 1.5, None],
-    "ignore_eos": [False, True],
     "stop": ["w1", ["w1", "w2"], [""], "", [SEP], SEP, "\x00", ["\ud800"], "w" * 5000],
     "stop_token_ids": [[1], [-1], [10**9], [2**70], []],
     "seed": [0, -1, 2**63, 2**63 - 1, -(2**63) - 1, 10**30],
@@ -260,12 +257,7 @@ _SAMPLING: Mapping[str, list[Any]] = {
     "frequency_penalty": [0.5, -2, 3],
     "cache_salt": [HOSTILE_SALT, "b", "", "a/b", "@", "\u00fc", "\x00", "s" * 129, 7, None, ["a"]],
     "truncate_prompt_tokens": [1, 8, -1, 0, 10**9],
-    "add_special_tokens": [False, True],
-    "return_token_ids": [False, True],
-    "return_prompt_text": [False, True],
-    "return_tokens_as_token_ids": [False, True],
     "kv_transfer_params": [{}, {"do_remote_prefill": True}, {"hypic": 1}, {"hypic_failure": {}}, 7],
-    "use_beam_search": [False, True],
     "suffix": ["w1", SEP],
     "allowed_token_ids": [[5, 6], [], [-1], [10**9]],
     "bad_words": [["w1"], [SEP], [""]],
@@ -275,7 +267,14 @@ _SAMPLING: Mapping[str, list[Any]] = {
     "request_id": ["r" * 300, "\x00", "same", "hypic-page-1", ""],
     "model": ["", "other", "\x00", 7],
 }
-SAMPLING = {name: st.sampled_from(values) for name, values in _SAMPLING.items()}
+_FLAGS = (
+    *("stream", "echo", "ignore_eos", "add_special_tokens", "return_token_ids", "return_prompt_text"),
+    *("return_tokens_as_token_ids", "use_beam_search"),
+)
+SAMPLING: Mapping[str, st.SearchStrategy[Any]] = {
+    **{name: st.sampled_from(values) for name, values in _SAMPLING.items()},
+    **dict.fromkeys(_FLAGS, st.booleans()),
+}
 FEW_TOKENS = {"max_tokens": 8, "temperature": 0}
 
 
