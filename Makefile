@@ -101,7 +101,7 @@ check: $(READY)
 # Where nothing has changed, pytest finds no test to run and says 5.
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/triton || [ $$? = 5 ]
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/cuda/triton || [ $$? = 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -66,9 +66,9 @@ PRESETS: Mapping[str, Costs] = {
     "cpu-169m": Costs(
         records=SHAPES["random-150m"],
         # Fits of docs/benchmarks/cpu.md, "First token" (ttft-length and ttft-segments: medians of eight
-        # points), which tests/benchmarks/test_scale.py fits again. Prefill: (cold - warm) / segments over
-        # n, n^2; a constant would be within the drift between the two runs. Compose: warm over 1, segments,
-        # tokens.
+        # points), which tests/tools/benchmarks/test_scale.py fits again. Prefill: (cold - warm) / segments
+        # over n, n^2; a constant would be within the drift between the two runs. Compose: warm over 1,
+        # segments, tokens.
         prefill_token_s=4.586e-4,
         prefill_pair_s=2.352e-8,
         prefill_segment_s=0.0,

@@ -53,7 +53,7 @@ TESTED = {
     "MiniCPMV4_6ForConditionalGeneration": VISION,
     "NemotronHPuzzleForCausalLM": VISION,
     "KimiLinearForCausalLM": FAMILIES,
-    "LlamaForCausalLM": "tests/eval/test_gate_pretrained.py",
+    "LlamaForCausalLM": "tests/unit/eval/test_gate_pretrained.py",
     "Mamba2ForCausalLM": FAMILIES,
     "MambaForCausalLM": FAMILIES,
     "MistralForCausalLM": WINDOWED,

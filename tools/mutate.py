@@ -37,7 +37,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tools" / "mutations.toml"
 PACKAGE = "vllm_hypic"
-TRITON = "tests/triton"
+TRITON = "tests/cuda/triton"
 """These tests need a process of their own, in which Triton interprets its kernels."""
 TIMEOUT_S = 900.0
 

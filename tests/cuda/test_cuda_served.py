@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from lib import forked
-from oracle import Oracle
-from oracle.models import save_hybrid_model
+from lib.oracle import Oracle
+from lib.oracle.models import save_hybrid_model
 
 PROGRAMS = Path(__file__).parent / "served"
 SEP = 496

@@ -12,11 +12,6 @@ import pytest
 from lib import forked
 
 DRIVEN = Path(__file__).parent / "driven"
-PATHS = [
-    str(Path(__file__).parents[1]),
-    str(Path(__file__).parents[1] / "triton"),
-    os.environ.get("PYTHONPATH", ""),
-]
 HEADS = (1, 2, 4, 6, 12, 32)
 KERNELS = {
     "attention": {"capture_kernel", "merge_kernel", "span_attention_kernel"},
@@ -37,7 +32,7 @@ number is; decays of records are a number a head."""
 def recorded() -> Any:
     """What the program prints last, of a process of its own: Triton's interpreter compiles nothing."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, PATHS))
+    environment["PYTHONPATH"] = os.pathsep.join([str(DRIVEN.parent / "triton"), *sys.path])
     command = [sys.executable, str(DRIVEN / "record_ranks.py")]
     done = forked.run(command, env=environment, timeout=300, fork=False)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle
-from oracle.models import save_attention_model, save_hybrid_model
+from lib.oracle import Oracle
+from lib.oracle.models import save_attention_model, save_hybrid_model
 
 from . import tiny_models
 from .engines import FIRST_WORD, Engine, pool_unit_bytes, run_apart

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from .conftest import NEW, OLD, EngineFactory
 from .engines import (

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from api.conftest import save_byte_tokenizer
+from api.test_segments import document
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from primitives.test_newest import CHATS
-from server.conftest import save_byte_tokenizer
-from server.test_segments import document
 
 from .conftest import EngineFactory
 from .engines import Engine

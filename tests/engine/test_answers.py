@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, random_segments, save_olmo_model
+from lib.oracle import Oracle, random_segments, save_olmo_model
 
 from .conftest import EngineFactory, Saver, checked, lent, tight_args, tight_options
 from .engines import LAST_WORD, Answer, Ask, Engine, scheduler_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, random_segments
+from lib.oracle import Oracle, random_segments
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, all_same, generate, prompt, same, worker_of

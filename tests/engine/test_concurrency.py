@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .conftest import EngineFactory, tight_args
 from .engines import Answer, Ask, Engine, audit, begin, drain, prompt, scheduler_of

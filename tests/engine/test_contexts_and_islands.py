@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle, random_segments
+from lib.oracle import Oracle, random_segments
 
 from vllm_hypic.connector.scheduler.island_runs import LONGEST_RUN
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from .conftest import EngineFactory, Saver, lent
 from .engines import LAST_WORD, SEP, Answer, Ask, Engine, answer_of, begin, prompt, same, scheduler_of

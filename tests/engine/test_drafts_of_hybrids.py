@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
+from lib.oracle import random_segments, save_mamba2_model, save_olmo_model, save_short_conv_model
 
 from .conftest import EngineFactory, Saver, lent
 from .engines import LAST_WORD, Answer, Ask, Engine, EngineError, all_same, prompt

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from .conftest import EXAMPLES, EngineFactory
 from .engines import SEP, Ask, Engine, EngineError, all_same, prompt, same, worker_of

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .conftest import EngineFactory, tight_args, tight_options
 from .engines import Answer, Ask, Engine, answer_of, begin, drain, prompt, scheduler_of

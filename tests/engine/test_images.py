@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import random_segments
-from oracle.vision import VisionOracle
+from lib.oracle import random_segments
+from lib.oracle.vision import VisionOracle
 from PIL import Image
 
 from .conftest import EngineFactory, Saver, checked

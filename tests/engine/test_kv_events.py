@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .conftest import EngineFactory
 from .engines import Ask, all_same, drain, prompt, scheduler_of

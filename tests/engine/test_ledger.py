@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, drain, outputs_of, prompt

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FAULTS, Oracle, random_segments
+from lib.oracle import FAULTS, Oracle, random_segments
 
 from .conftest import EngineFactory
 from .engines import Ask, Engine, prompt

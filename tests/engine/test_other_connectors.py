@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from vllm_hypic.harness.processes import free_port
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import Oracle, random_segments
+from lib.oracle import Oracle, random_segments
 
 from .conftest import EngineFactory, checked, tight_args, tight_options
 from .engines import Answer, Ask, Engine, answer_of, begin, distance, prompt, run_to_end, same, scheduler_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from vllm_hypic.pool.geometry import FP8
 

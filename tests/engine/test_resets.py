@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle.models import random_segments, save_hybrid_model
+from lib.oracle.models import random_segments, save_hybrid_model
 
 from .conftest import EngineFactory, Saver
 from .engines import (

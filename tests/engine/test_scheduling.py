@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .engines import (
     Answer,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families.table import LIVES
-from oracle import Oracle, random_segments
+from lib.oracle import Oracle, random_segments
 
 from vllm_hypic.pool.narrow_states import NarrowRecords
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from benchmarks.services import LMCacheServer, RedisServer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from vllm_hypic.store.record import VERSION
 from vllm_hypic.store.tiers.disk_files import HEAD_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from oracle.models import random_segments
+from lib.oracle.models import random_segments
 
 from .engines import Answer, Ask, Engine, distance, plan_of, prompt, same, scheduler_of
 from .test_contexts_and_islands import forget_streams

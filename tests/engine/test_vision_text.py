@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import random_segments, save_mamba2_model
+from lib.oracle import random_segments, save_mamba2_model
 
 from .conftest import EngineFactory, Saver
 from .engines import Ask, distance, largest_distance, prompt, same

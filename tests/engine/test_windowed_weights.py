@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Oracle
+from lib.oracle import Oracle
 from transformers import AutoTokenizer, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from .conftest import EngineFactory

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from oracle import save_mamba2_model
+from lib.oracle import save_mamba2_model
 from safetensors.torch import save_file
 
 from vllm_hypic.harness.random_models import save_text_model

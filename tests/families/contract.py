@@ -19,8 +19,8 @@ from engine.conftest import CONTEXT
 from engine.engines import Answer, Ask, Engine, prompt, run_apart
 from engine.test_contexts_and_islands import asking
 from engine.test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, VOCABULARY, Distance, distance, texts, whole
-from oracle import Oracle, random_segments
-from oracle.oracle import LinearRecord
+from lib.oracle import Oracle, random_segments
+from lib.oracle.oracle import LinearRecord
 
 if TYPE_CHECKING:
     from .rows import Case, OneLayer

@@ -15,19 +15,19 @@ import torch
 from engine import tiny_models, tiny_vision
 from engine.test_vision_text import EXPERTS as MOE
 from engine.test_vision_text import MROPE
-from oracle import Oracle, fla, kimi_models, mamba_oracle, models, ring_models, save_mamba1_model
-from oracle.delta import DeltaInputs
-from oracle.faults import SOFT_CAP_FAULTS, WINDOW_FAULTS
-from oracle.fla_models import save_fla_model
-from oracle.gemma2 import Gemma2Oracle
-from oracle.kimi import KimiDeltaOracle
-from oracle.mamba_models import EXPERTS
-from oracle.mamba_models import MAMBA2 as MAMBA2_MODELS
-from oracle.mamba_models import save_mamba_model as save_mamba2_model
-from oracle.masked import MaskedOracle
-from oracle.mla import MLAOracle
-from oracle.olmo import OlmoOracle, save_olmo_model
-from oracle.short_conv import ShortConvOracle
+from lib.oracle import Oracle, fla, kimi_models, mamba_oracle, models, ring_models, save_mamba1_model
+from lib.oracle.delta import DeltaInputs
+from lib.oracle.faults import SOFT_CAP_FAULTS, WINDOW_FAULTS
+from lib.oracle.fla_models import save_fla_model
+from lib.oracle.gemma2 import Gemma2Oracle
+from lib.oracle.kimi import KimiDeltaOracle
+from lib.oracle.mamba_models import EXPERTS
+from lib.oracle.mamba_models import MAMBA2 as MAMBA2_MODELS
+from lib.oracle.mamba_models import save_mamba_model as save_mamba2_model
+from lib.oracle.masked import MaskedOracle
+from lib.oracle.mla import MLAOracle
+from lib.oracle.olmo import OlmoOracle, save_olmo_model
+from lib.oracle.short_conv import ShortConvOracle
 
 from vllm_hypic.patches import (
     cpu_bailing_recurrence,

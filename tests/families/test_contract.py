@@ -13,7 +13,7 @@ from engine.conftest import EngineFactory
 from engine.engines import Ask, Engine, prompt, same
 from engine.test_compiled import compiled, mode_and_calls
 from engine.test_contexts_and_islands import ISLANDS, forget_streams, island_runs, islands_of
-from oracle.faults import CONTEXT_FAULTS
+from lib.oracle.faults import CONTEXT_FAULTS
 
 from .contract import (
     BEHIND_A_TAIL,

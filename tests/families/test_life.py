@@ -20,7 +20,7 @@ from engine.test_checkpoints import fresh, resumed
 from engine.test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
 from engine.test_store import stored, tier_counts
 from engine.test_tier_checkpoints import written
-from oracle import random_segments
+from lib.oracle import random_segments
 
 from vllm_hypic.harness.client import completion, separator_of
 from vllm_hypic.harness.cluster import Cluster, Setup

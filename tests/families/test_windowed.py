@@ -11,7 +11,7 @@ from engine import tiny_models
 from engine.conftest import EngineFactory
 from engine.engines import Ask, prompt, same
 from engine.test_contexts_and_islands import ISLANDS
-from oracle.models import save_windowed_model
+from lib.oracle.models import save_windowed_model
 
 from .contract import COMPOSED, QUERY, TEXT, THIRD, Models, first_token, largest
 from .rows import FULL, SLIDING

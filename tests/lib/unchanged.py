@@ -47,22 +47,24 @@ def _rooms(names: str) -> tuple[str, ...]:
 
 GROUPS = {
     "instruction sets": Group(
-        ("tests/backends/test_instruction_sets.py",),
-        ("csrc", "vllm_hypic/backends/ops", "tests/backends", "tests/linear"),
+        ("tests/unit/backends/test_instruction_sets.py",),
+        ("csrc", "vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear"),
     ),
     "compiled engines": Group(
         ("tests/engine/test_compiled.py",), ("tests/engine", *_rooms("backends engine models patches pool"))
     ),
     "several API servers": Group(
-        ("tests/server/test_several_api_servers.py",), ("tests/server", *_rooms("cache_api engine patches"))
+        ("tests/server/api/test_several_api_servers.py",),
+        ("tests/server/api", *_rooms("cache_api engine patches")),
     ),
-    "triton": Group(("tests/triton",), ("vllm_hypic/backends/ops", "tests/linear")),
-    "cuda": Group(
-        ("tests/cuda", "tests/gpu"), ("tests/triton", *_rooms("backends engine models patches pool"))
-    ),
-    "benchmarks": Group(("tests/benchmarks",), ("benchmarks", "vllm_hypic/harness")),
+    "triton": Group(("tests/cuda/triton",), ("vllm_hypic/backends/ops", "tests/unit/linear")),
+    "cuda": Group(("tests/cuda",), _rooms("backends engine models patches pool")),
+    "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", "vllm_hypic/harness")),
     "evaluation": Group(
-        ("tests/eval", "tests/harness", "tests/suggest", "tests/tune", "tests/integrations/test_suggest.py"),
+        (
+            *(f"tests/unit/{name}" for name in ("eval", "harness", "suggest", "tune")),
+            "tests/server/integrations/test_suggest.py",
+        ),
         _rooms("eval harness primitives suggest tune"),
     ),
 }

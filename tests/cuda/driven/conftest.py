@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 pytest tests/cuda/driven
 
 A process of its own, for what ``TRITON_INTERPRET`` says when triton is imported first holds for all of it:
-``tests/cuda/test_cuda_driven.py`` starts it.  This folder must not become a package: see ``tests/triton``.
+``tests/cuda/test_cuda_driven.py`` starts it.  This folder must not become a package, like ``triton``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton
 
 if triton.knobs.runtime.interpret:
     torch.set_num_threads(1)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "triton"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 
     import interpreter
 

@@ -1,11 +1,11 @@
 """Kernels that passes launch, and those that the layers' warm-up had launched before, recorded without a GPU.
 
-A program, with ``tests`` and ``tests/triton`` among the paths of Python.  It prints as JSON, by kind of layer
-and heads a rank, few and odd numbers of them as tensor parallelism leaves them: which kernels were warmed up
-and launched, what was launched in a pass only, and which arguments of the former are less aligned than in the
-kernels' specifications.  Delta nets run a pass of a single row, too, whose parts of wider rows count as
-contiguous wherever they begin.  Then it prints two lists, of attention with and without windows and sinks and
-of latents: what was launched in both, and in a pass only.
+A program, with the tests' folders and ``tests/cuda/triton`` among the paths of Python. It prints as JSON, by
+kind of layer and heads a rank, few and odd numbers of them as tensor parallelism leaves them: which kernels
+were warmed up and launched, what was launched in a pass only, and which arguments of the former are less
+aligned than in the kernels' specifications. Delta nets run a pass of a single row, too, whose parts of wider
+rows count as contiguous wherever they begin. Then it prints two lists, of attention with and without windows
+and sinks and of latents: what was launched in both, and in a pass only.
 """
 
 from __future__ import annotations

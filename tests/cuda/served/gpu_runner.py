@@ -29,7 +29,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / "triton"), str(HERE.parent / "driven")]
+sys.path[:0] = [str(HERE.parent / name) for name in ("triton", "driven")]
 
 import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402

@@ -18,7 +18,7 @@ import triton.language as tl
 
 if triton.knobs.runtime.interpret:
     torch.set_num_threads(1)
-    sys.path[:0] = [str(Path(__file__).parents[2] / "triton"), str(Path(__file__).parents[1] / "driven")]
+    sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("triton", "driven")]
 
     import interpreter
     import vllm.triton_utils

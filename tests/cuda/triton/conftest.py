@@ -1,0 +1,100 @@
+"""Tests of Triton kernels: in Triton's interpreter, or on a GPU where there is one.
+
+    TRITON_INTERPRET=1 pytest tests/cuda/triton
+
+They need a process of their own: what ``TRITON_INTERPRET`` says when triton is imported for the first time
+holds for the whole process, and vLLM imports triton.  Without the variable and without a GPU nothing here is
+collected.  This folder must never become a package: its name would hide triton from all other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from compilations import COMPILATIONS, Compilation
+
+INTERPRETED = triton.knobs.runtime.interpret
+RUNS = INTERPRETED or torch.cuda.is_available()
+
+# The interpreter is slow, and slower still with a team of threads for tensors of this size.
+if INTERPRETED:
+    torch.set_num_threads(1)
+
+    import interpreter
+
+    interpreter.install()
+
+if not RUNS:
+    collect_ignore_glob = ["test_*.py"]
+
+
+TABLES = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for table in config.stash.get(TABLES, []):
+        terminalreporter.write_line(table)
+    if not RUNS:
+        terminalreporter.write_line(
+            "tests/cuda/triton: not run here; without a GPU: TRITON_INTERPRET=1 pytest tests/cuda/triton"
+        )
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: a GPU, or the interpreter, which takes tensors on the CPU."""
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rounded_once() -> Iterator[None]:
+    """Mamba2's reference rounds what is convolved as vLLM does on CUDA, once."""
+    from vllm_hypic.backends.ops.mamba2 import reference
+
+    with patch.object(reference, "activated", lambda total, dtype: F.silu(total).to(dtype)):
+        yield
+
+
+@pytest.fixture(scope="session")
+def compiler_environment() -> dict[str, str]:
+    """The environment of a process that compiles kernels instead of interpreting them."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of compilations come last: kernels are compiled while others are interpreted."""
+    items.sort(key=lambda item: "compiled" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiling(
+    request: pytest.FixtureRequest, compiler_environment: dict[str, str]
+) -> Iterator[dict[Compilation, Future[subprocess.CompletedProcess[str]]]]:
+    """Compilations that are under way in processes of their own, if a test wants them."""
+    wanted = any("compiled" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        yield {one: worker.submit(one.run, compiler_environment) for one in COMPILATIONS if wanted}
+        worker.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def tables(request: pytest.FixtureRequest) -> list[str]:
+    """Tables that are printed when all tests are through."""
+    return request.config.stash.setdefault(TABLES, [])
+
+
+@pytest.fixture
+def compiled(
+    _compiling: dict[Compilation, Future[subprocess.CompletedProcess[str]]],
+) -> dict[Compilation, Future[subprocess.CompletedProcess[str]]]:
+    """What ``python -m vllm_hypic.backends.ops.compiled`` says of each operator and architecture."""
+    return _compiling

@@ -1,0 +1,68 @@
+"""What is to be run first on a GPU runs where neither vLLM nor the package's own requirements are."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lib.bare import hidden
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+PAGE, SECTION = "docs/benchmarks/gpu.md", "Commands"
+RUN = re.compile(r"^    .*?\bpython -m pytest (.*?)(?:\s+#.*)?$", re.MULTILINE)
+LEFT_OUT = {
+    "tests/cuda/moving/test_cuda_copies.py",
+    "tests/cuda/moving/test_cuda_moving.py",
+    "tests/cuda/moving/test_two_instances.py",
+    "tests/unit/linear/test_mamba2_stock.py",
+}
+"""Test files that need more, and say so."""
+
+
+def commands() -> list[str]:
+    """Arguments of pytest in the section's indented lines."""
+    text = (ROOT / PAGE).read_text().partition(f"\n## {SECTION}\n")[2].partition("\n## ")[0]
+    return list(dict.fromkeys(RUN.findall(text)))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m`` with these arguments, with little installed."""
+    command = [sys.executable, str(ROOT / "tests" / "lib" / "bare.py"), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("arguments", [*commands(), "-o addopts= tests/unit/linear"])
+def test_no_test_file_is_left_out_for_what_it_imports(arguments: str) -> None:
+    options = shlex.split(arguments)
+    done = run("pytest", *options, "--collect-only", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    folders = [ROOT / path for path in options if path.startswith("tests/")]
+    there = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("test_*.py")}
+    ignored = {path.removeprefix("--ignore=") for path in options}
+    assert found == there - ignored - LEFT_OUT != set()
+
+
+def test_the_benchmarks_begin() -> None:
+    done = run("benchmarks.gpu", "--help")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_records_move() -> None:
+    done = run("pytest", "-o", "addopts=", "-q", "tests/cuda/moving")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout and "only what a GPU runs itself" in done.stdout
+
+
+def test_little_is_there() -> None:
+    """The tests above are about something."""
+    missing = set(hidden())
+    assert {"vllm", "pydantic", "re2", "pytest_asyncio", "transformers", "zmq", "msgspec"} <= missing
+    assert missing.isdisjoint({"torch", "triton", "numpy", "pytest", "hypothesis", "rich", "vllm_hypic"})
+    assert len(commands()) == 2
