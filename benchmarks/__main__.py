@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .answers import answers
+from .answers.plot import answers
 from .criteria import criteria
 from .drafts import drafts
 from .eviction import eviction

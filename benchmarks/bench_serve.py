@@ -29,7 +29,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from vllm_hypic.harness.processes import launch
+from .lib.processes import launch
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.25

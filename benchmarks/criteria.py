@@ -1,5 +1,5 @@
 """``criteria``: other criteria than the query's words for what is recomputed, emulated at equal budgets on
-the prompts of ``python -m vllm_hypic.eval``."""
+the prompts of ``python -m benchmarks.answers``."""
 
 from __future__ import annotations
 

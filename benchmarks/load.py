@@ -45,14 +45,15 @@ from vllm_hypic.harness import report
 from vllm_hypic.harness.gate import reporting_failures
 from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.serving import ServerError
-from vllm_hypic.harness.settings import Served, served_options, with_options
+from vllm_hypic.harness.settings import with_options
 from vllm_hypic.harness.stats import percentile
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from . import trace as traces
 from .bench_serve import BenchError, End
 from .client import Client, ClientError
+from .lib.serving import ServerError
+from .lib.settings import Served, served_options
 from .rates import LoadResult, LoadSettings, Measurement, RatePoint, connect
 from .servers import HYPIC, STOCK, ServeSettings, Spec, serving, token_counter
 from .trace import Trace, TraceError, TraceSettings

@@ -18,9 +18,10 @@ from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import Crowd, crowd
+from .lib.settings import SHORTEST, engine_options
 from .options import needed_context
 
 ROOM = 2048

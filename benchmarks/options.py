@@ -7,7 +7,9 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness.settings import SHORTEST, with_options
+from vllm_hypic.harness.settings import with_options
+
+from .lib.settings import SHORTEST
 
 
 class Shapes(click.ParamType):

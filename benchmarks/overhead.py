@@ -24,9 +24,10 @@ from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.stats import Spread
 
+from .lib.settings import SHORTEST, engine_options
 from .options import Shapes, needed_context, repeat_options
 
 GRID = "1x4096,4x2048,4x1024,8x512,16x1024,16x256,16x128"

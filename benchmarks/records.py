@@ -18,9 +18,10 @@ from vllm_hypic.harness.fidelity import Distance, Fidelity, top
 from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, QUESTION, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import RecordBytes, records_held
+from .lib.settings import SHORTEST, engine_options
 from .options import needed_context
 
 KEEP_ALL = 0.0

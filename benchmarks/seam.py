@@ -21,10 +21,11 @@ from vllm_hypic.harness.fidelity import Distance, Fidelity, distance, top
 from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.stats import Spread
 from vllm_hypic.primitives.options import LINK, SEAM
 
+from .lib.settings import SHORTEST, engine_options
 from .options import needed_context, repeat_options
 
 NOISE_CHUNK = 1024

@@ -11,8 +11,6 @@ import click
 import httpx
 from rich.console import Console
 
-from vllm_hypic.harness.client import Breakdown, Reply, completion, separator_of
-from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.prompts import uneven, writer
 from vllm_hypic.harness.report import (
     check_outputs,
@@ -24,10 +22,13 @@ from vllm_hypic.harness.report import (
     table,
     write_json,
 )
-from vllm_hypic.harness.serving import ServerError
 from vllm_hypic.harness.settings import model_context
-from vllm_hypic.harness.sizes import SIZES, random_model
 from vllm_hypic.harness.stats import Spread
+
+from .lib.client import Breakdown, Reply, completion, separator_of
+from .lib.cluster import Cluster, Setup
+from .lib.serving import ServerError
+from .lib.sizes import SIZES, random_model
 
 LENGTHS = (1536, 1280, 1152, 1024, 960, 832, 768, 640)
 """Tokens of the segments, the leading one first: 8192 in all."""

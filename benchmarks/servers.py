@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
+from .lib.serving import Server
 from .trace import Content, Trace
 
 STOCK, HYPIC = "stock", "hypic"

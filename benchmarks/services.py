@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from vllm_hypic.harness.processes import free_port, launch
+from .lib.processes import free_port, launch
 
 if TYPE_CHECKING:
     import redis

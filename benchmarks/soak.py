@@ -23,12 +23,12 @@ import psutil
 from rich import box
 from rich.console import Console
 
-from vllm_hypic.harness.client import separator_of
-from vllm_hypic.harness.cluster import Cluster, Instance, Setup
 from vllm_hypic.harness.report import check_outputs, console, report, table, write_json
-from vllm_hypic.harness.serving import Server, ServerError
-from vllm_hypic.harness.sizes import random_model
 
+from .lib.client import separator_of
+from .lib.cluster import Cluster, Instance, Setup
+from .lib.serving import Server, ServerError
+from .lib.sizes import random_model
 from .services import RedisServer, ServiceError, ServiceMissing
 from .soak_checks import Failure, Trend, excuse
 from .soak_faults import RESET, WATCHED, Breaker

@@ -13,8 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from vllm_hypic.harness.cluster import Cluster
-
+from .lib.cluster import Cluster
 from .services import RedisServer
 
 WATCHED, RESET = 0, 1

@@ -23,11 +23,12 @@ from vllm_hypic.harness.fidelity import Distance
 from vllm_hypic.harness.gate import GateFailed
 from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds, size
-from vllm_hypic.harness.settings import SHORTEST, EngineSettings, engine_options
+from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.harness.stats import Spread
 
 from . import engine_calls as own_calls
 from . import page_cache
+from .lib.settings import SHORTEST, engine_options
 from .options import needed_context, repeat_options
 from .services import LMCacheServer, RedisServer, ServiceError, ServiceMissing, require_lmcache
 

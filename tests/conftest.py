@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from lib import unchanged
 
-from vllm_hypic.harness import pretrained
+from benchmarks.lib import pretrained
 
 # One thread a process, unless a test asks for more: a team of threads, bound to cores that somebody else is
 # busy on, takes a hundred times as long. Processes that tests start inherit it.
@@ -71,7 +71,7 @@ def _forked_servers() -> Iterator[None]:
         if find_spec("vllm"):
             from lib import forked
 
-            from vllm_hypic.harness import serving
+            from benchmarks.lib import serving
 
             patch.setattr(serving, "launch", forked.launch)
         yield
@@ -80,7 +80,7 @@ def _forked_servers() -> Iterator[None]:
 @pytest.fixture
 def as_users_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of this test are started by their command."""
-    from vllm_hypic.harness import processes, serving
+    from benchmarks.lib import processes, serving
 
     monkeypatch.setattr(serving, "launch", processes.launch)
 

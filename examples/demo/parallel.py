@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_hypic.harness.client import Breakdown, Reply, completion, separator_of
-from vllm_hypic.harness.cluster import FAILURES, Cluster, Setup
+from benchmarks.lib.client import Breakdown, Reply, completion, separator_of
+from benchmarks.lib.cluster import FAILURES, Cluster, Setup
+from benchmarks.lib.serving import Server, ServerError
+from benchmarks.lib.sizes import SIZES, random_model
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Writer, uneven, writer
 from vllm_hypic.harness.report import console, percent, seconds, size, table
-from vllm_hypic.harness.serving import Server, ServerError
-from vllm_hypic.harness.sizes import SIZES, random_model
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
 """Tokens of the segments, the leading segment first."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lib.oracle.models import random_segments
 
-from vllm_hypic.harness.processes import free_port
+from benchmarks.lib.processes import free_port
 
 from .conftest import EngineFactory, lent
 from .engines import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from lib.oracle.models import random_segments
 
-from vllm_hypic.harness.processes import free_port
+from benchmarks.lib.processes import free_port
 from vllm_hypic.segment_parallel.notifier import withdraw
 from vllm_hypic.segment_parallel.permits import Permits, Subject
 from vllm_hypic.segment_parallel.receiver import Receiver

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vllm_hypic.harness import random_models
+from benchmarks.lib import random_models
 
 from .tiny_models import PT, SMALL
 from .tiny_vision import FIRST_SPECIAL_ID, QWEN_TOWER, save_tokens

@@ -14,7 +14,7 @@ import torch
 from lib.oracle import save_mamba2_model
 from safetensors.torch import save_file
 
-from vllm_hypic.harness.random_models import save_text_model
+from benchmarks.lib.random_models import save_text_model
 
 from . import tiny_models, tiny_vision
 from .test_vision_text import DELTA_NET, EXPERTS, ROPE

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_hypic.harness import random_models
+from benchmarks.lib import random_models
 
 Weights = dict[str, torch.Tensor]
 PT = {"format": "pt"}

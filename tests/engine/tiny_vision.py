@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness import random_models
+from benchmarks.lib import random_models
 
 from .tiny_models import SMALL
 

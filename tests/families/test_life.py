@@ -22,8 +22,8 @@ from engine.test_store import stored, tier_counts
 from engine.test_tier_checkpoints import written
 from lib.oracle import random_segments
 
-from vllm_hypic.harness.client import completion, separator_of
-from vllm_hypic.harness.cluster import Cluster, Setup
+from benchmarks.lib.client import completion, separator_of
+from benchmarks.lib.cluster import Cluster, Setup
 
 from .contract import COMPOSED, Models
 from .rows import BF16, F32, Family

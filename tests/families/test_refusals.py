@@ -11,7 +11,7 @@ from engine import tiny_models
 from engine.conftest import EngineFactory
 from engine.engines import EngineError
 
-from vllm_hypic.harness.sizes import random_model
+from benchmarks.lib.sizes import random_model
 
 from .contract import Models
 from .table import FAMILIES

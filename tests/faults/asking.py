@@ -12,8 +12,8 @@ from typing import Self
 import httpx
 from store.awkward_tiers import wait_for
 
+from benchmarks.lib.serving import Server
 from examples.demo.single import Task, make_tasks
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_prompt
 
 DOCUMENTS, DOCUMENT_TOKENS = 5, 96

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from lib.one_process import ONE_PROCESS
 
+from benchmarks.lib.serving import Server
 from benchmarks.services import LMCacheServer, RedisServer
 from examples.demo.single import Task
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server
 
 from .asking import DOCUMENT_TOKENS, DOCUMENTS, Questions, ask_right
 from .faulty import NoDisk, SlowWay, SmallDisk

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .asking import BOUND_S, nudge
 

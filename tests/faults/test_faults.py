@@ -23,9 +23,9 @@ import pytest
 from redis import Redis
 from store.awkward_tiers import wait_for
 
+from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer, Service
 from examples.demo.single import Task
-from vllm_hypic.harness.serving import Server
 
 from .asking import BOUND_S, DOCUMENTS, Clients, PlainStream, Questions, ask, ask_right
 from .conftest import DEADLINE_S, ENV, TRIES, Stand, small_server

@@ -32,7 +32,7 @@ from multiprocessing import context
 from pathlib import Path
 from typing import Any
 
-from vllm_hypic.harness import processes
+from benchmarks.lib import processes
 
 READ_EARLY = (
     *("OMP_NUM_THREADS", "GOMP_CPU_AFFINITY", "LD_PRELOAD", "LD_LIBRARY_PATH", "TRITON_INTERPRET"),
@@ -100,7 +100,7 @@ def launch(
     folder: Path | None = None,
     at_the_end: signal.Signals = signal.SIGTERM,
 ) -> Any:
-    """As :func:`vllm_hypic.harness.processes.launch`.
+    """As :func:`benchmarks.lib.processes.launch`.
 
     The process ends with this test run, not with the thread that calls this.
     """

@@ -65,7 +65,7 @@ GROUPS = {
             *(f"tests/unit/{name}" for name in ("eval", "harness", "suggest", "tune")),
             "tests/server/integrations/test_suggest.py",
         ),
-        _rooms("eval harness primitives suggest tune"),
+        ("benchmarks/answers", "benchmarks/lib", *_rooms("eval harness primitives suggest tune")),
     ),
 }
 

@@ -105,7 +105,7 @@ def test_nothing_outlives_a_killed_test_run(tmp_path: Path) -> None:
     imports = tmp_path / "engine" / "preloaded.py"  # in place of what takes 20 s
     imports.parent.mkdir()
     (imports.parent / "__init__.py").touch()
-    imports.write_text("from vllm_hypic.harness import processes\nprocesses.GRACE_S = 1\n")
+    imports.write_text("from benchmarks.lib import processes\nprocesses.GRACE_S = 1\n")
     with subprocess.Popen(
         [*python(RUN), str(tmp_path / "log")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

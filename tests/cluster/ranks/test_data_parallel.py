@@ -9,9 +9,9 @@ import httpx
 import pytest
 from cache_api.conftest import words
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.cache_api.client import CacheError, SegmentCache, SegmentNotFound
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server
 
 TOKENS, REPLICAS = 96, 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_hypic.harness.client import completion, separator_of
-from vllm_hypic.harness.cluster import Cluster, Setup
+from benchmarks.lib.client import completion, separator_of
+from benchmarks.lib.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import uneven, writer
 

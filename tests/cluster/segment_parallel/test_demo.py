@@ -14,8 +14,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.lib.client import Breakdown, Part, Reply
 from examples.demo.parallel import Counted, check, main
-from vllm_hypic.harness.client import Breakdown, Part, Reply
 
 ROOT = Path(__file__).parents[3]
 DEMO = [sys.executable, "-m", "examples.demo.parallel"]

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import zmq
 
+from benchmarks.lib.processes import free_port
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.harness.processes import free_port
 from vllm_hypic.segment_parallel import events_wire as wire
 from vllm_hypic.segment_parallel.events import SILENCE_S, InstanceView, Publisher, Subscription
 from vllm_hypic.segment_parallel.secret import Secret

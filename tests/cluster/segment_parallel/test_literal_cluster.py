@@ -9,10 +9,10 @@ import pytest
 from api.conftest import answered
 from cache_api.conftest import SEP_PART, separated
 
+from benchmarks.lib.cluster import Cluster, Setup
+from benchmarks.lib.serving import Server
 from examples.demo.single import make_tasks
-from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_checkpoints import (
+from benchmarks.lib.random_checkpoints import (
     Shape,
     bailing_fields,
     bailing_layer,
@@ -17,8 +17,8 @@ from vllm_hypic.harness.random_checkpoints import (
     save_checkpoint,
     silence,
 )
-from vllm_hypic.harness.random_kimi import TAPS, delta_attention
-from vllm_hypic.harness.random_models import SPECIAL_IDS
+from benchmarks.lib.random_kimi import TAPS, delta_attention
+from benchmarks.lib.random_models import SPECIAL_IDS
 
 
 def save_bailing_model(

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_checkpoints import Shape, mlp, save_checkpoint, scale, silence
-from vllm_hypic.harness.random_models import SPECIAL_IDS
+from benchmarks.lib.random_checkpoints import Shape, mlp, save_checkpoint, scale, silence
+from benchmarks.lib.random_models import SPECIAL_IDS
 
 DELTA_NET, RETNET, GLA = "delta_net", "retnet", "gla"
 ARCHITECTURES = {DELTA_NET: "DeltaNetForCausalLM", RETNET: "RetNetForCausalLM", GLA: "GLAForCausalLM"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_kimi import save_kimi_model
+from benchmarks.lib.random_kimi import save_kimi_model
 
 from .bailing_models import save_bailing_model
 from .kimi import FULL, LINEAR, BailingOracle, KimiDeltaOracle, KimiOracle

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
+from benchmarks.lib.random_models import SPECIAL_IDS, save_model
 
 COMMON: dict[str, Any] = {
     "vocab_size": 512,

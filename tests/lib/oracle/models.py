@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_models import SPARE_IDS, SPECIAL_TOKENS, save_text_model
-from vllm_hypic.harness.random_models import save_hybrid_model as save_hybrid_model
+from benchmarks.lib.random_models import SPARE_IDS, SPECIAL_TOKENS, save_text_model
+from benchmarks.lib.random_models import save_hybrid_model as save_hybrid_model
 
 SIZES = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_hypic.harness.random_models import SPECIAL_IDS, save_model
+from benchmarks.lib.random_models import SPECIAL_IDS, save_model
 
 from .delta import DeltaInputs
 from .faults import ROTATION_FAULTS

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_hypic.harness.random_ring import save_ring_model
+from benchmarks.lib.random_ring import save_ring_model
 
 from .bailing import BailingOracle, RingLinearOracle
 

@@ -16,10 +16,10 @@ from lib.one_process import ONE_PROCESS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.lib.serving import Server
 from examples.demo.single import make_tasks
 from vllm_hypic.connector.stats import COUNTERS, GAUGES
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 
 ONE_WORKER = True  # all tests of this folder use the same servers

@@ -10,7 +10,7 @@ from engine import tiny_models
 from lib.one_process import ONE_PROCESS
 from lib.oracle import random_segments
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import ENV, Client, cached, post
 

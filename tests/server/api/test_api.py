@@ -5,7 +5,7 @@ import math
 import httpx
 import pytest
 
-from vllm_hypic.harness.client import ask
+from benchmarks.lib.client import ask
 
 from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, cached, text
 

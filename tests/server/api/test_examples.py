@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.lib.client import Answer
 from examples.demo import single
-from vllm_hypic.harness.client import Answer
 
 from .conftest import ENV, run_script
 
@@ -115,7 +115,7 @@ def test_the_verdict_can_fail_and_orders_differ():
 def test_a_killed_owner_takes_its_server_along(tmp_path):
     """SIGKILL leaves the owner no chance to clean up."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom vllm_hypic.harness.serving import Server\n"
+        "import sys\nfrom pathlib import Path\nfrom benchmarks.lib.serving import Server\n"
         "options = ('--enforce-eager', '--kv-cache-memory-bytes', '64M')\n"
         f"log = Path({str(tmp_path / 'log')!r})\n"
         f"server = Server({str(single.EXAMPLE / 'model')!r}, *options, log=log)\n"

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from click.testing import CliRunner, Result
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.cli import main
-from vllm_hypic.harness.serving import Server
 
 from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, answered, post
 from .test_segments import ask, cached, document, ids

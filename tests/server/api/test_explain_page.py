@@ -10,7 +10,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .test_explain import explained, segments
 from .test_segments import ask, document

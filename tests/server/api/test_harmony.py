@@ -23,10 +23,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.exceptions import VLLMValidationError
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.engine.tokenizer import TOKENS_ENV
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.suggest.prompts import FrontEnd
 
 from .conftest import CACHE_API, ENV, answered, post

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lib import forked
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.connector.metrics import COUNTERS, GAUGES
-from vllm_hypic.harness.serving import Server
 
 from .conftest import ENV
 

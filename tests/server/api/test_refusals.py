@@ -9,6 +9,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
+from benchmarks.lib.serving import Server, ServerError
 from vllm_hypic import register
 from vllm_hypic.config.drafting import refusal, see_text_alike
 from vllm_hypic.config.engine import config_of
@@ -17,7 +18,6 @@ from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choos
 from vllm_hypic.engine.drafter import ComposingDrafter
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server, ServerError
 
 from .conftest import ENV
 

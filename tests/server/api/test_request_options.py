@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import Client, Question, answered, post
 from .test_segments import SEP, ask, body, cached, document

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import answered
 

@@ -7,7 +7,7 @@ import httpx
 import psutil
 import pytest
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import ENV, byte_model
 from .test_segments import cached, document

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import pre_tokenizers
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.connector.stats import MODE_COUNTERS, MODES
-from vllm_hypic.harness.serving import Server
 
 from .conftest import answered, byte_model, run_script
 from .test_segments import ask, cached, document, ids

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from lib.one_process import ONE_PROCESS
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import ENV
 from .test_readme import BOUND_S, ROOT, printed, served

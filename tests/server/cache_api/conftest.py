@@ -16,11 +16,11 @@ import httpx
 import pytest
 from lib.one_process import ONE_PROCESS
 
+from benchmarks.lib.processes import free_port
+from benchmarks.lib.serving import Server
 from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.registry import SegmentRegistry
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.processes import free_port
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.segment_parallel.permits import Permits, Subject
 

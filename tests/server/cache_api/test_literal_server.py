@@ -13,10 +13,10 @@ from hostile.grammar import CHAT, COMPLETIONS, EXPLAIN, TOKENIZE, Attack, reques
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.serving import Server
 from examples.demo.single import make_tasks
 from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.forms import id_form
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from .conftest import (

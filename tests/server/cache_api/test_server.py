@@ -19,13 +19,13 @@ from lib import forked
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
+from benchmarks.lib.client import ask
+from benchmarks.lib.serving import Server
 from examples.demo.single import make_tasks
 from vllm_hypic.cache_api.client import CacheError, NotAuthorized, PinRefused, SegmentCache, SegmentNotFound
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.cli import main
-from vllm_hypic.harness.client import ask
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 from vllm_hypic.segment_parallel.notifier import tell_stored
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lib.client import Reply, completion, separator_of
+from benchmarks.lib.cluster import Cluster, Setup
 from vllm_hypic.cache_api.client import SegmentCache, SegmentNotFound
-from vllm_hypic.harness.client import Reply, completion, separator_of
-from vllm_hypic.harness.cluster import Cluster, Setup
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import uneven, writer
 

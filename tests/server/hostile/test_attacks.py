@@ -16,7 +16,7 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import negative_data_rejection, response_schema_conformance
 
-from vllm_hypic.harness.cluster import Cluster
+from benchmarks.lib.cluster import Cluster
 
 from .conftest import BOUND_S, Target, sent, target_of
 from .grammar import BAD_OPTION, COMPLETIONS, FEW_TOKENS, SEP, Attack, raw_requests, requests

@@ -15,7 +15,7 @@ from lib.http_server import HttpServer
 from lib.one_process import ONE_PROCESS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 ONE_WORKER = True  # all tests of this folder use the same server
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lib import forked
 
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.serving import Server
 
 from .conftest import EXAMPLES, ORDER, PACKAGES, QUESTION, RAG
 

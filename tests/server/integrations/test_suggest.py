@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.lib.serving import Server
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.suggest.candidates import recommended
 from vllm_hypic.suggest.command import comparison_of
 from vllm_hypic.suggest.prompts import FrontEnd

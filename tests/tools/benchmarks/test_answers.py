@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from commands import run, words
 
-from benchmarks.answers import _mean, _merged, _questions
+from benchmarks.answers.plot import _mean, _merged, _questions
 
 
 def estimate(value: float, half: float = 2.0) -> dict[str, float]:
@@ -47,7 +47,7 @@ def test_reports_are_drawn_unless_they_cannot_stand_together(tmp_path: Path) -> 
     (tmp_path / "c.json").write_text("{}")
     for reports, says in (
         ((mine, other), "reports of several models: a, b"),
-        ((tmp_path / "c.json",), "c.json: no report of python -m vllm_hypic.eval: KeyError('settings')"),
+        ((tmp_path / "c.json",), "c.json: no report of python -m benchmarks.answers: KeyError('settings')"),
     ):
         refused = run("answers", *reports, *plot)
         assert refused.exit_code == 2 and says in words(refused)

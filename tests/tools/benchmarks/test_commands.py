@@ -8,8 +8,8 @@ import torch
 from commands import run, words
 
 from benchmarks import lmcache_bench, segment_parallel
+from benchmarks.lib import serving
 from benchmarks.trace import TraceSettings, generate
-from vllm_hypic.harness import serving
 from vllm_hypic.harness.generators import EXAMPLE
 
 NO_GPU = "--device cpu tries the command on tiny shapes, its times mean nothing"

@@ -16,9 +16,9 @@ from lib import forked
 from lib.oracle.bailing_models import save_bailing_model
 from lib.oracle.fla_models import save_fla_model
 
+from benchmarks.lib.random_ring import save_ring_model
 from vllm_hypic.config.engine import config_of
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.random_ring import save_ring_model
 from vllm_hypic.pool.families import FAMILIES as LINEAR
 from vllm_hypic.pool.geometry import expected_space
 

@@ -129,7 +129,7 @@ def read_command(words: list[str], place: Path, part: bool) -> None:
             assert paths and all((place / path).exists() for path in paths), paths
         case ["python", "-m", name, *rest]:
             package = name.partition(".")[0]
-            in_checkout = package in ("benchmarks", "examples") and place == ROOT
+            in_checkout = package in ("benchmarks", "examples") and place.resolve() == ROOT
             assert package == "vllm_hypic" or in_checkout, (name, place)
             folder = getattr(importlib.util.find_spec(name), "submodule_search_locations", None)
             program = importlib.import_module(f"{name}.__main__" if folder else name)

@@ -1,4 +1,4 @@
-"""``python -m vllm_hypic.eval``: what it refuses, and one run on the demo model."""
+"""``python -m benchmarks.answers``: what it refuses, and one run on the demo model."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from vllm_hypic.eval.command import main
+from benchmarks.answers.command import main
 from vllm_hypic.eval.tasks.families import FAMILIES
 from vllm_hypic.harness.generators import EXAMPLE
 
@@ -111,7 +111,7 @@ def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
         assert cells[method]["reused_none"] == 0
     assert all(cell["first_token"] is not None for name, cell in cells.items() if name != noise["method"])
 
-    assert report["command"].startswith("python -m vllm_hypic.eval")
+    assert report["command"].startswith("python -m benchmarks.answers")
     assert report["results"]["complete"]
     assert report["settings"]["seed"] == 0
     assert report["settings"]["shapes"] == {"two": [6, 96]}

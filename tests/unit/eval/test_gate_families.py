@@ -23,6 +23,9 @@ from lib.oracle import (
 from lib.oracle.fla_models import save_fla_model
 from lib.oracle.models import FULL, SLIDING, save_shared_kv_model
 
+from benchmarks.lib.random_checkpoints import scale
+from benchmarks.lib.random_kimi import save_kimi_model
+from benchmarks.lib.random_ring import save_ring_model
 from vllm_hypic.eval import runner
 from vllm_hypic.eval.gate.command import Exit
 from vllm_hypic.eval.gate.criteria import DISTRIBUTIONS, FAULTS
@@ -31,9 +34,6 @@ from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.task import Example
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.random_checkpoints import scale
-from vllm_hypic.harness.random_kimi import save_kimi_model
-from vllm_hypic.harness.random_ring import save_ring_model
 
 from .gating import Judged, gate, measuring_once
 

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.answers.pareto import Panel, panels, plot
+from benchmarks.answers.tables import family_table, notes, overall_table, text_table
 from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
-from vllm_hypic.eval.pareto import Panel, panels, plot
 from vllm_hypic.eval.pool_batches import PoolError, pool_batches
 from vllm_hypic.eval.results import Cell, FamilyResult, Metric, TextResult, cell, overall, text_cell
 from vllm_hypic.eval.runner import MethodAnswer
 from vllm_hypic.eval.scores import Likelihood, Scores
-from vllm_hypic.eval.tables import family_table, notes, overall_table, text_table
 from vllm_hypic.eval.task import Example, Task
 from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.stats import Spread

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.eval.answers_file import writing_answers
+from benchmarks.answers.answers_file import writing_answers
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
 from vllm_hypic.eval.pool_batches import PoolError

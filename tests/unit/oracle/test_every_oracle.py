@@ -29,7 +29,7 @@ from lib.oracle.mla import MLAOracle
 from lib.oracle.olmo import OlmoOracle, save_olmo_model
 from lib.oracle.short_conv import ShortConvOracle
 
-from vllm_hypic.harness.random_kimi import save_kimi_model
+from benchmarks.lib.random_kimi import save_kimi_model
 
 from .test_oracle_self import distance, transformers_logprobs
 

@@ -18,11 +18,11 @@ import psutil
 import pytest
 from faults.faulty import SlowWay
 
+from benchmarks.lib import serving
+from benchmarks.lib.processes import free_port
+from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
-from vllm_hypic.harness import serving
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.processes import free_port
-from vllm_hypic.harness.serving import Server
 from vllm_hypic.primitives.builder import build_prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
+from benchmarks.lib.processes import free_port
 from benchmarks.services import RedisServer
-from vllm_hypic.harness.processes import free_port
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 

@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from lib.http_server import STOP_S, HttpServer
 
-from vllm_hypic.harness.processes import reserve_port
+from benchmarks.lib.processes import reserve_port
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.options import LinkDefaults, link_of_request, tier_of
 from vllm_hypic.primitives.pieces import parse_prompt

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.lib.processes import free_port
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.engine.instance import RoutedInstance
-from vllm_hypic.harness.processes import free_port
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import Namespace

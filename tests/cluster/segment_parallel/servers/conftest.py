@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.lib.client import separator_of
+from benchmarks.lib.cluster import Cluster, Setup, resume
 from benchmarks.services import RedisServer
-from vllm_hypic.harness.client import separator_of
-from vllm_hypic.harness.cluster import Cluster, Setup, resume
 from vllm_hypic.harness.generators import EXAMPLE
 from vllm_hypic.harness.prompts import Writer, writer
 

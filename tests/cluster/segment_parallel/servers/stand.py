@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.lib.client import Part, Reply, completion
+from benchmarks.lib.cluster import FAILURES, Cluster, Instance
+from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
-from vllm_hypic.harness.client import Part, Reply, completion
-from vllm_hypic.harness.cluster import FAILURES, Cluster, Instance
 from vllm_hypic.harness.prompts import Writer, uneven
-from vllm_hypic.harness.serving import Server
 
 LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)
 """Tokens of the eight segments of a prompt, the leading one first."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_hypic.harness.cluster import pause, resume
-from vllm_hypic.harness.serving import Server
+from benchmarks.lib.cluster import pause, resume
+from benchmarks.lib.serving import Server
 
 from .conftest import SETUP
 from .stand import BOUND_S, LENGTHS, Stand, failures, grown, kill, parts

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.lib.client import Reply, completion
+from benchmarks.lib.cluster import FAILURES, Router
+from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
-from vllm_hypic.harness.client import Reply, completion
-from vllm_hypic.harness.cluster import FAILURES, Router
-from vllm_hypic.harness.serving import Server
 
 from .stand import BOUND_S, COMBINE, LENGTHS, WORKER, Stand, allow, parts
 

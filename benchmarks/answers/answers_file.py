@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from .runner import MethodAnswer
-from .scores import Likelihood, Scores
-from .study import Keep
-from .task import Task
+from vllm_hypic.eval.runner import MethodAnswer
+from vllm_hypic.eval.scores import Likelihood, Scores
+from vllm_hypic.eval.study import Keep
+from vllm_hypic.eval.task import Task
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from ..harness.settings import EngineSettings
-from .task import Task
-from .tasks import longbench
-from .tasks.english import WORDS_PER_TOKEN
-from .tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks import longbench
+from vllm_hypic.eval.tasks.english import WORDS_PER_TOKEN
+from vllm_hypic.eval.tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.harness.settings import EngineSettings
 
 DATA_TOKENS = 512
 """Default limit on the tokens in a segment of a file's contexts."""

@@ -9,10 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..harness.report import percent, seconds, table
-from .estimates import Estimate
-from .methods import FULL, PLAIN, is_noise
-from .results import Cell, FamilyResult, Metric, Overall, TextCell, TextResult
+from vllm_hypic.eval.estimates import Estimate
+from vllm_hypic.eval.methods import FULL, PLAIN, is_noise
+from vllm_hypic.eval.results import Cell, FamilyResult, Metric, Overall, TextCell, TextResult
+from vllm_hypic.harness.report import percent, seconds, table
 
 COLUMNS = (
     "",

@@ -1,4 +1,4 @@
-"""The plot of answers over what is recomputed, of reports of ``python -m vllm_hypic.eval``."""
+"""The plot of answers over what is recomputed, of reports of ``python -m benchmarks.answers``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import click
 
 from vllm_hypic.eval.estimates import Estimate
 from vllm_hypic.eval.methods import FULL
-from vllm_hypic.eval.pareto import Panel, ParetoPoint, plot
+
+from .pareto import Panel, ParetoPoint, plot
 
 COMPUTED = "computed, % of the prompt"
 
@@ -24,7 +25,7 @@ COMPUTED = "computed, % of the prompt"
 )
 @click.option("--plot", "path", required=True, type=click.Path(dir_okay=False, path_type=Path))
 def answers(reports: Sequence[Path], path: Path) -> None:
-    """Draw REPORTS of `python -m vllm_hypic.eval --json`, of one model: right answers and likelihoods over
+    """Draw REPORTS of `python -m benchmarks.answers --json`, of one model: right answers and likelihoods over
     the share of the prompt that is computed, a panel for each family and one for the mean of the questions.
 
     The mean has the methods that all families of questions have. A family of several reports is one panel
@@ -46,7 +47,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         report = json.loads(path.read_text())
         return report["settings"]["model"], {"families": [], "texts": [], **report["results"]}
     except (ValueError, KeyError, TypeError) as e:
-        raise click.UsageError(f"{path}: no report of python -m vllm_hypic.eval: {e!r}") from e
+        raise click.UsageError(f"{path}: no report of python -m benchmarks.answers: {e!r}") from e
 
 
 def _merged(panel: Callable[[dict[str, Any]], Panel], families: Sequence[dict[str, Any]]) -> list[Panel]:

@@ -1,4 +1,4 @@
-"""``python -m vllm_hypic.eval``: measures what reuse costs in answers, and the time that it saves."""
+"""``python -m benchmarks.answers``: measures what reuse costs in answers, and the time that it saves."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from ..harness import gate, report
-from ..harness.engine_calls import FORCING
-from ..harness.engines import Engine, described, running
-from ..harness.generators import EXAMPLE, find_generator, trust_option
-from ..harness.report import check_outputs, output_options
-from ..harness.settings import EngineSettings, engine_options, has_chat_template, model_name
-from ..primitives.policies import LinkError
-from . import estimates
+from vllm_hypic.eval import estimates
+from vllm_hypic.eval.fitting import TasksError, needed_context
+from vllm_hypic.eval.methods import DEFAULT, FULL, Method, link_method, noise_name
+from vllm_hypic.eval.names import JsonObject, Names
+from vllm_hypic.eval.pool_batches import PoolError
+from vllm_hypic.eval.results import FamilyResult, Metric, TextResult, overall
+from vllm_hypic.eval.runner import SEQUENCES, noise_engine
+from vllm_hypic.eval.study import Keep, Study, refused
+from vllm_hypic.eval.task import ChatTemplate, Task
+from vllm_hypic.eval.tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.eval.tasks.installed import installed_texts
+from vllm_hypic.harness import gate, report
+from vllm_hypic.harness.engine_calls import FORCING
+from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.generators import EXAMPLE, find_generator, trust_option
+from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.harness.settings import EngineSettings, has_chat_template, model_name
+from vllm_hypic.primitives.policies import LinkError
+
+from ..lib.settings import engine_options
 from .answers_file import writing_answers
-from .fitting import TasksError, needed_context
-from .methods import DEFAULT, FULL, Method, link_method, noise_name
-from .names import JsonObject, Names
-from .pool_batches import PoolError
-from .results import FamilyResult, Metric, TextResult, overall
-from .runner import SEQUENCES, noise_engine
 from .selection import Settings, family_names, make_tasks
-from .study import Keep, Study, refused
 from .tables import family_table, notes, overall_table, text_table, wide_console
-from .task import ChatTemplate, Task
-from .tasks.families import FAMILIES, SEED_STEP, Source
-from .tasks.installed import installed_texts
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
 """Methods; a context, islands and a mode may follow a link method: see :func:`.methods.link_method`."""
@@ -283,5 +285,5 @@ def _write(path: Path, settings: Settings, study: Study, metric: Metric, *, comp
     }
     threads = settings.engine.threads
     report.write_json(
-        path, report.report("eval", settings, results, threads=threads, module="vllm_hypic.eval")
+        path, report.report("eval", settings, results, threads=threads, module="benchmarks.answers")
     )

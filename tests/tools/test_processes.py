@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllm_hypic.harness.processes import reserve_port
+from benchmarks.lib.processes import reserve_port
 
 pytestmark = pytest.mark.timeout(120)
 OWNER = """
 import sys
 from pathlib import Path
-from vllm_hypic.harness import processes
+from benchmarks.lib import processes
 processes.GRACE_S = float(sys.argv[1])
 child = processes.launch([sys.executable, "-u", "-c", sys.argv[3]], Path(sys.argv[2]))
 print(child.pid, flush=True)

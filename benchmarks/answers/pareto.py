@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..harness.report import COLOURS
-from .estimates import Estimate
-from .methods import FULL, PREFIX, PREFIX_SAME, is_noise
-from .results import FamilyResult, Metric, Overall
+from vllm_hypic.eval.estimates import Estimate
+from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, is_noise
+from vllm_hypic.eval.results import FamilyResult, Metric, Overall
+from vllm_hypic.harness.report import COLOURS
 
 COLUMNS = 3
 LEAST_SPAN = 1.0

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from lib.http_server import HttpServer
 
-from vllm_hypic.harness.client import TOP, ask, completion
+from benchmarks.lib.client import TOP, ask, completion
 
 Script = list[str | dict[str, Any]]
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}

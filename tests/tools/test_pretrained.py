@@ -7,9 +7,9 @@ from types import ModuleType
 
 import pytest
 
-from vllm_hypic.harness import pretrained
+from benchmarks.lib import pretrained
 
-TOOL = Path(__file__).parents[3] / "tools" / "fetch_model.py"
+TOOL = Path(__file__).parents[2] / "tools" / "fetch_model.py"
 
 
 @pytest.fixture
