@@ -57,8 +57,17 @@ GROUPS = {
         ("tests/server/api/test_several_api_servers.py",),
         ("tests/server/api", *_rooms("cache_api engine patches")),
     ),
-    "triton": Group(("tests/cuda/triton",), ("vllm_hypic/backends/ops", "tests/unit/linear")),
-    "cuda": Group(("tests/cuda",), _rooms("backends engine models patches pool")),
+    "triton": Group(
+        ("tests/cuda/triton",), ("vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear")
+    ),
+    "cuda": Group(
+        ("tests/cuda",),
+        (
+            *("tests/engine/engines.py", "tests/engine/test_audio.py", "tests/engine/test_images.py"),
+            *("tests/unit/backends", "tests/unit/linear"),
+            *_rooms("backends engine models patches pool"),
+        ),
+    ),
     "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", "vllm_hypic/harness")),
     "evaluation": Group(
         (
