@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,9 @@ def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Isl
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    # vLLM enlarges the block size of hybrid models in its workers' configuration only.  Its scheduler ends
+    # passes at multiples of the size in its own configuration, so runs end there, too.
+    unit = math.gcd(unit, vllm_config.cache_config.block_size)
     scheduler = vllm_config.scheduler_config
     limits = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
     return IslandRuns.for_engine(unit, min(limit for limit in limits if limit > 0))

@@ -1,8 +1,8 @@
 """Islands in linear layers: an island starts from the state before it, which then resumes unchanged.
 
 A request has one state between two passes.  Inside a run it would need two: the island's state and the state
-to restore.  So no pass ends inside a run, and islands are cut into runs where vLLM keeps states for its
-prefix cache.  Runs depend only on plan and engine, not on other requests.
+to restore.  So no pass ends inside a run.  Islands are cut into runs where vLLM ends passes and
+keeps states for its prefix cache.  Runs depend only on plan and engine, not on other requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_RUN = 64
 
 @dataclass(frozen=True)
 class IslandRuns:
-    """Cuts islands into runs.  ``unit``: vLLM may keep a stream's states at multiples of this number of
+    """Cuts islands into runs.  ``unit``: vLLM may end a pass over a stream at multiples of this number of
     tokens; ``longest``: the most tokens of a run."""
 
     unit: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from api.conftest import Question, answered, post, text
 from lib import forked
 
 from examples.demo.single import make_tasks
+from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from .stand import BOUND_S, LENGTHS, Stand, failures, grown
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+TEXTS = PrimitiveTexts()
 
 
 def test_eight_uneven_segments(stand: Stand):
@@ -58,6 +61,19 @@ def test_what_is_known_is_not_sent_again(stand: Stand):
     cut = prompt.index(stand.separator, len(prompt) // 2)
     stand.right(prompt[:cut] + stand.prompt((64, 96, 128))[64:])
     stand.expect("segments_computed", stand.cluster.workers, len(LENGTHS) + 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_islands_across_blocks(stand: Stand, seed: int):
+    """Stream index 128 lies inside an island.  vLLM's scheduler ends passes there, as its copy of the
+    configuration has a smaller block size than the worker's."""
+    draw = random.Random(seed)
+    texts = [" ".join(f"w{draw.randrange(95)}" for _ in range(n)) for n in (96, 128, 128)]
+    prompt = TEXTS.sep.join(["<bos> <sys> w1", *texts, "w3 w4"])
+    body = {"prompt": prompt, "vllm_xargs": {"hypic_islands": "query-30"}, **SHORT}
+    first = answered(stand.cluster.router, "/v1/completions", body)
+    again = answered(stand.cluster.router, "/v1/completions", {**body, "cache_salt": f"islands {seed}"})
+    assert text(first) == text(again) and stand.counted("island_tokens", stand.cluster.combines)
 
 
 def test_one_prompt_by_many_at_once_is_computed_once(stand: Stand):
