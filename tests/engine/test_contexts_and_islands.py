@@ -54,7 +54,7 @@ def islands_of(llm: Any, tokens: Sequence[int], extra: dict[str, Any]) -> dict[i
 def island_runs(llm: Any) -> tuple[int, int]:
     """Multiples of which vLLM keeps states of hybrid models for its prefix cache, and an island's longest
     run; any where a model has no states."""
-    runs = scheduler_of(llm).hypic._island_runs
+    runs = scheduler_of(llm).hypic.island_runs
     return (256, LONGEST_RUN) if runs is None else (runs.unit, runs.longest)
 
 

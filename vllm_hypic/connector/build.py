@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
@@ -110,7 +111,7 @@ def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
         _flop_model(vllm_config, geometry).prefill,
         vllm_config.parallel_config.world_size,
         planning_texts_of(vllm_config, config),
-        _island_runs(vllm_config, kv_cache_config) if geometry.linear else None,
+        partial(_island_runs, vllm_config, kv_cache_config) if geometry.linear else None,
         drafts_by_a_head(vllm_config),
         _keeps_answers(vllm_config, config),
     )
@@ -133,8 +134,8 @@ def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Isl
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
     _, unit = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    # vLLM enlarges the block size of hybrid models in its workers' configuration only.  Its scheduler ends
-    # passes at multiples of the size in its own configuration, so runs end there, too.
+    # On CPUs, vLLM resets the block size in an engine's configuration once the scheduler has been made.
+    # Blocks of hybrid models are larger, but passes end at multiples of that size.
     unit = math.gcd(unit, vllm_config.cache_config.block_size)
     scheduler = vllm_config.scheduler_config
     limits = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)

@@ -196,7 +196,7 @@ import os, sys, time
 from pathlib import Path
 from vllm_hypic.store.eviction.lru import LruPolicy
 from vllm_hypic.store.tiers.disk import DiskTier
-from tests.store.tier_contract import put
+from tests.unit.store.tier_contract import put
 tier = DiskTier("disk", Path(sys.argv[1]), 1 << 30, LruPolicy(), durable=True)
 tier.open()
 if sys.argv[2] == "hang":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
@@ -55,15 +56,17 @@ class SchedulerSide:
         prefill_flops: Callable[[int], float] = float,
         ranks: int = 1,
         texts: PlanningTexts = NO_TOKENIZER,
-        island_runs: IslandRuns | None = None,
+        island_runs: Callable[[], IslandRuns] | None = None,
         reads_successors: bool = False,
         keeps_answers: bool = False,
     ) -> None:
         """``prefill_flops(tokens)``: FLOPs of a segment's prefill.  ``ranks``: number of workers, each with a
-        part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: cuts islands
-        for linear layers; ``None`` without linear layers.  ``reads_successors``: some layers read each
-        token's successor, too.  ``keeps_answers``: the engine captures answers, too."""
-        self.config, self.geometry, self.ranks, self._island_runs = config, geometry, ranks, island_runs
+        part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: returns
+        what cuts islands for linear layers, called once the engine runs; ``None`` without linear layers.
+        ``reads_successors``: some layers read each token's successor, too.  ``keeps_answers``: the engine
+        captures answers, too."""
+        self.config, self.geometry, self.ranks = config, geometry, ranks
+        self._make_island_runs = island_runs
         self.directory = GrowingDirectory.of(config, geometry)
         self.planner = Planner(
             config,
@@ -147,7 +150,7 @@ class SchedulerSide:
         of the pool.  ``mode``: the way in which the request's segments were found.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
-        islands = () if self._island_runs is None else self._island_runs.of(plan)
+        islands = () if self.island_runs is None else self.island_runs.of(plan)
         self.admission.add(
             ComposedRequest(request_id, plan, wanted, transfer, tenant, priority, mode, islands)
         )
@@ -301,6 +304,11 @@ class SchedulerSide:
     def plan_of(self, request_id: str) -> PromptPlan | None:
         composed = self.admission.requests.get(request_id)
         return None if composed is None else composed.running
+
+    @cached_property
+    def island_runs(self) -> IslandRuns | None:
+        """What cuts islands into runs; ``None`` without linear layers."""
+        return None if self._make_island_runs is None else self._make_island_runs()
 
     def pass_end(self, request_id: str, end: int) -> int:
         """Return the index, at most ``end``, at which a pass over the stream ends: in no island."""

@@ -65,8 +65,7 @@ def test_what_is_known_is_not_sent_again(stand: Stand):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_islands_across_blocks(stand: Stand, seed: int):
-    """Stream index 128 lies inside an island.  vLLM's scheduler ends passes there, as its copy of the
-    configuration has a smaller block size than the worker's."""
+    """Stream index 128 lies inside an island.  vLLM's scheduler ends passes there, though blocks have 256."""
     draw = random.Random(seed)
     texts = [" ".join(f"w{draw.randrange(95)}" for _ in range(n)) for n in (96, 128, 128)]
     prompt = TEXTS.sep.join(["<bos> <sys> w1", *texts, "w3 w4"])
