@@ -19,7 +19,7 @@ ByDtype = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Life:
-    """How the family's requests are made to run short: ``blocks``: KV blocks that some of 32 requests do not
+    """How the family's requests are made to run short: ``blocks``: KV blocks that some of 24 requests do not
     get; ``grows``: requests take more blocks as they go on, so some are preempted."""
 
     blocks: int = 26

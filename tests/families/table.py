@@ -61,7 +61,7 @@ come in chunks where the CPU has AMX."""
 ROUTES = {"cases": LATENT[:1]}
 """Experts: bfloat16 routes to others than the float64 oracle, in ordinary requests, too."""
 
-FIRST: dict[str, Any] = {"fast": True, "compared": {F32: True, BF16: False}, "life": Life()}
+FIRST: dict[str, Any] = {"fast": True, "compared": {F32: True, BF16: False}, "life": Life(24)}
 """It shows its kind in ``make test``, beside a stock engine ..."""
 ALIKE = FIRST | {"compared": {F32: False, BF16: False}}
 """... or without one, where plain requests take the same code as another's."""
@@ -249,7 +249,7 @@ SHORT_CONV = families(
         "short-convolutions": FIRST
         | {"save": SAVE_LFM2, "stock": STOCK_ROPE, "methods": NO_NAIVE}
         | {"planted": {F32: {"no_conv_tail": 30}}, "seen": {F32: 30}, "islands_seen": 30}
-        | {"own": (own.tails_are_the_records, own.naive_is_refused)}
+        | {"own": (own.tails_are_the_records, own.naive_is_refused), "life": Life(24)}
     },
 )
 
@@ -287,7 +287,7 @@ WINDOWS = families(
     | {"own": (own.islands_behind_a_text, own.a_window_is_what_stock_says)},
     {
         "windows": FIRST
-        | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(32)},
+        | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(24)},
         "windows-everywhere": {"save": partial(SAVE_WINDOWS, window=24, layer_types=[SLIDING] * 3)}
         | {
             "without": NO_STATES
@@ -313,7 +313,7 @@ SHARED_KV = families(
     | {"seen": {F32: 100, BF16: 1.1}, "own": (own.records_hold_what_layers_own,)},
     {
         "shared-kv": {"save": partial(models.save_shared_kv_model, name="Gemma3nText", window=40)}
-        | {"oracle": partial(MaskedOracle, by_embeddings=True), "fast": True, "life": Life(32)},
+        | {"oracle": partial(MaskedOracle, by_embeddings=True), "fast": True, "life": Life(24)},
         "shared-kv-gemma4": {"save": partial(models.save_shared_kv_model, name="Gemma4Text", window=40)}
         | {"oracle": MaskedOracle},
     },
