@@ -31,15 +31,17 @@ def test_eight_uneven_segments(stand: Stand):
     assert found is not None and found.segments is not None
     assert (found.kind, found.local) == ("parallel", 0)
     assert [p.source for p in found.segments] == ["dispatched"] * len(LENGTHS)
-    assert {p.worker for p in found.segments} == {w.url for w in stand.cluster.workers}
+    # A worker's word may come behind the answer: the router does not know then who made a segment.
+    unknown = [p.tokens for p in found.segments if p.worker is None]
+    assert {p.worker for p in found.segments} - {None} <= {w.url for w in stand.cluster.workers}
     # Longest first, each where it ends first: no worker has more than the other and one segment.
     loads = [sum(p.tokens for p in found.segments if p.worker == w.url) for w in stand.cluster.workers]
-    assert abs(loads[0] - loads[1]) <= max(LENGTHS)
+    assert abs(loads[0] - loads[1]) <= max(LENGTHS) + sum(unknown)
     stand.expect("segments_received", stand.cluster.combines, len(LENGTHS))
     reads = {w.url for w in stand.cluster.workers if w.transport == "nixl"}
-    over_nixl = sum(p.worker in reads for p in found.segments)
-    assert 0 < over_nixl < len(LENGTHS)
-    stand.expect("segments_received_nixl", stand.cluster.combines, over_nixl)
+    known = sum(p.worker in reads for p in found.segments)
+    over_nixl = stand.counted("segments_received_nixl", stand.cluster.combines)
+    assert 0 < over_nixl < len(LENGTHS) and known <= over_nixl <= known + len(unknown)
     stand.expect("segments_pushed", stand.cluster.workers, len(LENGTHS))
     stand.expect("segments_computed", stand.cluster.combines, len(LENGTHS))  # those of the single server
     name = "hypic_router_dispatch_seconds_count"
