@@ -19,7 +19,7 @@ from .pareto import Panel, ParetoPoint, plot
 COMPUTED = "computed, % of the prompt"
 
 
-@click.command
+@click.command("plot-answers")
 @click.argument(
     "reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
 )

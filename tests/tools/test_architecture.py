@@ -84,7 +84,7 @@ def test_every_folder_is_in_the_table() -> None:
         ("backends.planted", "from ..connector import metadata"),
         ("backends.ops.planted", "from vllm import config"),
         ("backends.ops.planted", "from ..linear import layout"),
-        ("eval.planted", "import matplotlib.pyplot as p; import vllm"),
+        ("tune.planted", "import torch; import vllm"),
         ("patches.planted", "from ..engine import activation"),
     ],
 )

@@ -260,7 +260,7 @@ class _HypicMixin(Scheduler):
         if plan.salt is not None:
             salt = f"hypic:{self._secret}:{plan.salt}:{self._tenant(salt)}"
         if request.skip_reading_prefix_cache and plan.segments:
-            # vLLM ignores a connector's "not yet" for such requests; an unshared salt keeps its cache out.
+            # For such requests vLLM ignores a connector's "not yet"; an unshared salt bypasses the cache.
             request.skip_reading_prefix_cache = False
             salt = f"hypic:{self._secret}:unshared:{request.request_id}"
         if salt != request.cache_salt:

@@ -42,7 +42,7 @@ def test_what_was_received_or_is_settled_is_not_asked_for(owner: Owner, peer: Pe
     owner.expect(A)
     deliver(peer, A)
     owner.receiver.settle(B)
-    assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn(), "what is there cannot be withdrawn"
+    assert peer.ask(wire.Withdraw([B])) == wire.Withdrawn(), "a received record cannot be withdrawn"
     assert peer.offer(A) == wire.Done(A) and peer.offer(B) == wire.Done(B) and peer.waits(C)
     owner.receiver.settle(C)
     assert peer.hear() == wire.Done(C)

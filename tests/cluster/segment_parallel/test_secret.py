@@ -1,5 +1,5 @@
-"""Who has the secret is let in, and nobody else: both ways, over real sockets; and may have records sent and
-awaited, for the request that is signed and for a minute."""
+"""Both ends refuse a peer without the secret, over real sockets.  A permit lets its holder send and await the
+records of a signed request for a minute."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class There:
 
 
 def on(given: Any) -> Any:
-    """A tensor, or a dataclass or list of them, on the device; what is there already is shared."""
+    """A tensor, or a dataclass or list of them, on the device; its tensors are not copied needlessly."""
     if isinstance(given, list):
         return [on(one) for one in given]
     if is_dataclass(given):

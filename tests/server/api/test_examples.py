@@ -1,6 +1,6 @@
 """Every example runs and gives the right answer; so do ``LLM`` where text is literal, and the demo.
 
-No server outlives whoever started it.
+A server ends with the program that started it.
 """
 
 import json

@@ -73,7 +73,7 @@ class WellBehaved:
         return completion(self.url, body, timeout_s=BOUND_S)
 
     def __enter__(self) -> Self:
-        """Asks twice while nobody else does: cold and warm are the same."""
+        """Asks twice while no other client does: cold and warm answers are the same."""
         self.expected = self.ask()
         assert self.ask().same_as(self.expected)
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -40,7 +40,7 @@ def test_reports_are_drawn_unless_they_cannot_stand_together(tmp_path: Path) -> 
     one = report(tmp_path / "1.json", families=[family("facts", block=40)])
     two = report(tmp_path / "2.json", families=[family("updates", block=20)], texts=[text()])
     plot = ("--plot", tmp_path / "plot.png")
-    drawn = run("answers", one, two, *plot)
+    drawn = run("plot-answers", one, two, *plot)
     assert (drawn.exit_code, drawn.output.strip()) == (0, "")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     mine, other = (report(tmp_path / f"{m}.json", m, families=[family("f", block=1)]) for m in ("a", "b"))
@@ -49,7 +49,7 @@ def test_reports_are_drawn_unless_they_cannot_stand_together(tmp_path: Path) -> 
         ((mine, other), "reports of several models: a, b"),
         ((tmp_path / "c.json",), "c.json: no report of python -m benchmarks.answers: KeyError('settings')"),
     ):
-        refused = run("answers", *reports, *plot)
+        refused = run("plot-answers", *reports, *plot)
         assert refused.exit_code == 2 and says in words(refused)
 
 

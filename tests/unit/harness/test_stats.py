@@ -1,4 +1,4 @@
-"""Medians, ranges, ratios, slopes and percentiles; distances of distributions; seeded prompts."""
+"""Medians, ranges, ratios, slopes, percentiles; distances of distributions, and the gate that they pass."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import pytest
 from vllm_hypic.harness import gate
 from vllm_hypic.harness.engine_calls import Answer
 from vllm_hypic.harness.fidelity import TOP, Fidelity, distance, top
-from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.stats import Spread, misses_allowed, percentile, slope, slopes
 from vllm_hypic.primitives.policies import parse_link
 
@@ -138,38 +137,3 @@ def test_what_passes() -> None:
 def test_what_the_gate_refuses(call: Callable[[], object], why: str) -> None:
     with pytest.raises(gate.GateFailed, match=why):
         call()
-
-
-VOCABULARY = list(range(100, 200))
-
-
-def test_the_same_seed_writes_the_same() -> None:
-    one, same, other = (Writer(VOCABULARY, seed).prompt(3, 10, head=4, question=5) for seed in (0, 0, 1))
-    assert one == same
-    assert one != other
-
-
-def test_documents_are_fresh_and_of_ordinary_tokens() -> None:
-    writer = Writer(VOCABULARY, 0)
-    prompts = [writer.prompt(4, 50, head=8, question=8) for _ in range(3)]
-    documents = [d for p in prompts for d in p.documents]
-    assert len(set(documents)) == 12
-    assert all(token in VOCABULARY for p in prompts for token in p.plain())
-
-
-def test_forms_of_a_prompt() -> None:
-    prompt = Prompt((1, 2), ((3, 4), (5,)), (6,))
-    assert prompt.plain() == [1, 2, 3, 4, 5, 6]
-    assert prompt.marked(0) == [1, 2, 0, 3, 4, 0, 5, 0, 6]
-    assert len(prompt) == 6
-    assert prompt.reordered([1, 0], (7,)) == Prompt((1, 2), ((5,), (3, 4)), (7,))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
-def test_another_order_shares_no_document_with_the_prefix(n: int) -> None:
-    """Else a prefix cache would hit more than the leading segment; one document has one order."""
-    writer = Writer(VOCABULARY, 0)
-    for _ in range(20):
-        order = writer.order(n)
-        assert sorted(order) == list(range(n))
-        assert (order[0] == 0) == (n == 1)

@@ -1,11 +1,8 @@
-"""Pipeline stages have different layers, and pools with the same numbers of pages, slots and blocks; a pool's
-memory is in large pages where the kernel has them."""
+"""Pipeline stages have different layers, and pools with the same numbers of pages, slots and blocks."""
 
 from __future__ import annotations
 
-import gc
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from vllm.v1.engine import core
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.patches import all_stages
 from vllm_hypic.pool.geometry import PoolGeometry, pool_geometry
-from vllm_hypic.pool.large_pages import LARGE, zeros
 from vllm_hypic.pool.plans import Space
 
 BUDGET = 1 << 24
@@ -85,38 +81,3 @@ def test_all_of_one_memory_can_be_either() -> None:
     assert 0 <= one.state_pages * one.page_bytes - one.slot_bytes < 2 * one.page_bytes
     assert one.slots == one.pages // one.state_pages > two.slots and one.pages > two.pages
     assert one.bytes_of(Space(slots=1)) == 0 < two.bytes_of(Space(slots=1))
-
-
-# -- large pages
-
-
-CPU = torch.device("cpu")
-
-
-def flags(address: int) -> list[str]:
-    """What the kernel says of the mapping with this address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in (word := line.split()[0]) and not word.endswith(":"):
-            first, last = (int(end, 16) for end in word.split("-"))
-            inside = first <= address < last
-        elif inside and word == "VmFlags:":
-            return line.split()[1:]
-    raise AssertionError(f"no mapping has {address:#x}")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32], ids=str)
-@pytest.mark.parametrize("rows", [0, 3, LARGE // 2, LARGE + 5])
-def test_like_any_other_tensor(rows: int, dtype: torch.dtype) -> None:
-    made = zeros((rows, 3), dtype, CPU)
-    assert made.shape == (rows, 3) and made.dtype == dtype and made.is_contiguous() and not made.any()
-    view = made[rows // 2 :]
-    del made
-    gc.collect()
-    view += 1
-    assert bool((view == 1).all())
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no large pages here")
-def test_the_kernel_is_asked_for_them() -> None:
-    assert "hg" in flags(zeros((LARGE,), torch.uint8, CPU).data_ptr())

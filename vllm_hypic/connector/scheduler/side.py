@@ -61,8 +61,8 @@ class SchedulerSide:
         keeps_answers: bool = False,
     ) -> None:
         """``prefill_flops(tokens)``: FLOPs of a segment's prefill.  ``ranks``: number of workers, each with a
-        part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: returns
-        what cuts islands for linear layers, called once the engine runs; ``None`` without linear layers.
+        part of every record.  ``texts``: gives planning the tokenizer's texts.  ``island_runs``: makes
+        the cutter of islands for linear layers, once the engine runs; ``None`` without linear layers.
         ``reads_successors``: some layers read each token's successor, too.  ``keeps_answers``: the engine
         captures answers, too."""
         self.config, self.geometry, self.ranks = config, geometry, ranks
@@ -307,7 +307,7 @@ class SchedulerSide:
 
     @cached_property
     def island_runs(self) -> IslandRuns | None:
-        """What cuts islands into runs; ``None`` without linear layers."""
+        """The cutter of islands into runs; ``None`` without linear layers."""
         return None if self._make_island_runs is None else self._make_island_runs()
 
     def pass_end(self, request_id: str, end: int) -> int:

@@ -1,4 +1,4 @@
-"""Answers through the router are those of a single server, whoever computed what and whatever client asks."""
+"""The router answers like a single server, for all ways of computing a prompt and for all clients."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def named(stand: Stand) -> Iterator[Stand]:
 def sent(stand: Stand, *, expected: bool) -> None:
     """Ask with new segments until workers compute them, or, not ``expected``, once: combine nodes do.
 
-    The answer is a single server's, whoever computed.
+    The answer equals a single server's answer.
     """
     for _ in range(20):
         stand.begin()

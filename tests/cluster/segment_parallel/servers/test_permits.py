@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 @pytest.fixture
 def somebody() -> Iterator[socket.socket]:
-    """A service on this machine that nobody should connect to."""
+    """A service on this machine that must get no connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
 

@@ -1,4 +1,4 @@
-"""Code blocks of documents hold: commands and requests are read by their own parsers, Python's calls exist.
+"""Documents hold: parsers read their commands and requests, calls and files that they name exist.
 
 Bash expands blocks of shell commands without running any.  An indented block holds commands or JSON; output
 and formulas are fenced as ``text``.
@@ -38,7 +38,7 @@ from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.config.store import DiskConfig, RedisConfig
 from vllm_hypic.primitives.options import LinkDefaults, link_of_request, segment_mode_of_request
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FILES = ("*.md", "csrc/*.md", "docs/**/*.md", "examples/**/*.md", "examples/*.py", "examples/frameworks/*.py")
 PAGES = {str(p.relative_to(ROOT)): p.read_text() for files in FILES for p in sorted(ROOT.glob(files))}
 del PAGES["docs/reference/commands.md"]  # generated; its blocks are usage lines
