@@ -15,7 +15,7 @@ from pathlib import Path
 
 import gpu_runner
 
-sys.path[:0] = [str(Path(__file__).parents[level]) for level in (2, 3)]
+sys.path.extend(str(Path(__file__).parents[level]) for level in (2, 3))
 
 from engine import test_audio, test_images
 from engine.engines import Ask

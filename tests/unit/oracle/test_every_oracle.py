@@ -156,7 +156,7 @@ def test_flash_linear_attentions_own_models_agree(tmp_path: Path, name: str) -> 
     if not (package / "fla" / "models").is_dir():
         pytest.skip(f"{package} has flash-linear-attention's operators alone: `make venv` adds its models")
     oracle = ORACLES[name](tmp_path, group=None, layers=2, hidden=64, heads=2, intermediate=128)
-    out, program = tmp_path / "logprobs.pt", Path(__file__).with_name("fla_forward.py")
+    out, program = tmp_path / "logprobs.pt", Path(fla.__file__).with_name("fla_forward.py")
     subprocess.run([sys.executable, program, package, tmp_path, "50", out], check=True, timeout=300)
     ours = oracle.full_logprobs(list(range(10, 60)), all_rows=True)
     assert distance(ours, torch.load(out)) < 1e-4
