@@ -24,7 +24,7 @@ from .tiers import tiers
 from .ttft import ttft, ttft_length, ttft_segments
 
 
-@click.group(help="Benchmarks of vllm-hypic. Each passes a correctness gate before it reports a time.")
+@click.group(help="Benchmarks of vllm-hypic. Each benchmark passes a correctness gate before its times.")
 def main() -> None:
     pass
 

@@ -176,7 +176,7 @@ class Bench:
             if text := told["errors"][i].strip():
                 end, error = End.FAILED, text.splitlines()[-1]
             elif output != request.output_tokens:
-                end, error = End.FAILED, f"{output} of {request.output_tokens} tokens came"
+                end, error = End.FAILED, f"the answer has {output} of {request.output_tokens} tokens"
             elif latency > self.timeout_s:
                 end, error = End.TIMEOUT, f"no complete answer after {self.timeout_s:g} s"
             got = end is not End.FAILED
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     if list(inspect.signature(serve.get_samples).parameters)[:2] != ["args", "tokenizer"]:
-        sys.exit("vllm.benchmarks.serve.get_samples is not what it was in vLLM 0.32: this reader is for that")
+        sys.exit("vllm.benchmarks.serve.get_samples differs from vLLM 0.32, which this benchmark supports")
     parser = FlexibleArgumentParser(prog="vllm bench serve")
     serve.add_cli_args(parser)
     args = parser.parse_args(arguments)

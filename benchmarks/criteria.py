@@ -97,7 +97,7 @@ def _at_random(prompt: Composed, inside: list[range], budget: int) -> list[int]:
     "--task", "family", type=click.Choice([*QUESTIONS, *CONTINUATIONS]), default="facts", show_default=True
 )
 @click.option("--prompts", type=click.IntRange(2, 10000), default=60, show_default=True)
-@click.option("--budgets", default="15", show_default=True, help="Per cent of what records serve.")
+@click.option("--budgets", default="15", show_default=True, help="Per cent of reused tokens.")
 @click.option("--seam", type=click.IntRange(0, 64), default=8, show_default=True)
 @output_options
 def criteria(

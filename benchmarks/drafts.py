@@ -39,7 +39,7 @@ class Decode:
 @repeat_options
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=1024, show_default=True)
 @click.option("--generated", type=click.IntRange(2, 4096), default=128, show_default=True)
-@click.option("--drafts", "count", type=click.IntRange(1, 16), default=4, show_default=True, help="A step.")
+@click.option("--drafts", "count", type=click.IntRange(1, 16), default=4, show_default=True, help="Per step.")
 @click.option(
     "--draft-model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -123,7 +123,7 @@ def _measure(
                     seen[what][engine.name].append(_a_token(answer))
         if len(answers) > 1:
             raise gate.GateFailed(
-                f"one prompt has {len(answers)} answers, by whether it is composed or drafted"
+                f"a prompt has {len(answers)} different answers: expected equal answers, composed and drafted"
             )
         steps.done()
     return [

@@ -115,7 +115,7 @@ def crowd(llm: Any, asks: Sequence[Ask]) -> Crowd:
             if output.finished:
                 raise RuntimeError(
                     f"a request ended while only {len(cached)} of {len(ids)} were running: "
-                    "the KV cache holds too few at once; raise --kv-gib or lower --requests"
+                    "the KV cache holds too few requests; raise --kv-gib or lower --requests"
                 )
             if output.request_id not in cached:
                 cached[output.request_id] = output.num_cached_tokens or 0

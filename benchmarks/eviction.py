@@ -91,20 +91,20 @@ class Fractions(click.ParamType[tuple[float, ...]]):
     "kinds",
     type=click.Choice(KINDS),
     multiple=True,
-    help="Generated traces; several times for several.  [default: all]",
+    help="Generated traces; repeatable.  [default: all]",
 )
 @click.option(
     "--trace",
     "files",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     multiple=True,
-    help="Trace files (JSONL), instead of generated ones.",
+    help="Trace files (JSONL), instead of generated traces.",
 )
 @click.option(
     "--shape", type=click.Choice(tuple(SHAPES)), default=next(iter(SHAPES)), show_default=True, help="Model."
 )
-@click.option("--requests", type=click.IntRange(1), default=10_000, show_default=True, help="Generated.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the generators.")
+@click.option("--requests", type=click.IntRange(1), default=10_000, show_default=True, help="Per trace.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of traces.")
 @click.option(
     "--sizes",
     type=Fractions(),
@@ -144,7 +144,7 @@ def _traces(
     kinds: Sequence[str], files: Sequence[Path], requests: int, seed: int
 ) -> dict[str, Sequence[Request]]:
     if files and kinds:
-        raise click.UsageError("--trace and --kind: expected one of them")
+        raise click.UsageError("--trace and --kind: expected only one of the two")
     try:
         if files:
             return {path.stem: load(path) for path in files}

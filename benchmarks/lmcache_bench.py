@@ -174,7 +174,7 @@ def run(serving: Serving, segment: dict[str, Any] | None) -> Run:
         table = folder / "bench_results.csv"
         if code or not table.exists():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise BenchFailed(f"lmcache bench engine ended with exit code {code}; it said:\n{tail}")
+            raise BenchFailed(f"lmcache bench engine ended with exit code {code}; its log ends:\n{tail}")
         with table.open(newline="") as file:
             rows = list(csv.DictReader(file))
         if bad := [row for row in rows if row["successful"] != "True"]:
@@ -213,8 +213,8 @@ def require_same_prompts(runs: Sequence[Run]) -> None:
     for one in runs:
         if one.prompt_tokens != runs[0].prompt_tokens:
             raise GateFailed(
-                f"prompts of {one.prompt_tokens} tokens on {name_of(one.segment)}, "
-                f"on {name_of(runs[0].segment)} of {runs[0].prompt_tokens}"
+                f"{name_of(one.segment)} has prompts of {one.prompt_tokens} tokens, "
+                f"{name_of(runs[0].segment)} of {runs[0].prompt_tokens}: expected equal prompts"
             )
 
 
@@ -260,10 +260,10 @@ def _workload_options(command: Any) -> Any:
     """One option for each field of :class:`Workload`."""
     numbers = [
         ("--contexts", 2, 5, "Documents of a request."),
-        ("--context-tokens", 1, 1000, "Length of each."),
+        ("--context-tokens", 1, 1000, "Tokens of a document."),
         ("--system-tokens", 0, 200, "Length of the system message."),
-        ("--permutations", 2, 10, "Requests of a run, each in an order of its own."),
-        ("--output-tokens", 1, 1, "Longest answer."),
+        ("--permutations", 2, 10, "Requests of a run, each with its own order of documents."),
+        ("--output-tokens", 1, 1, "Limit on the tokens of an answer."),
         ("--seed", 0, 42, "Seed of documents and orders."),
     ]
     options = [
@@ -286,7 +286,7 @@ def _workload_options(command: Any) -> Any:
     type=click.FloatRange(0.05, 4096),
     default=2.0,
     show_default=True,
-    help="Memory of each server for all that it caches.",
+    help="GiB of each server for all caches.",
 )
 @click.option(
     "--segment",

@@ -92,19 +92,19 @@ def _trace_options(command: Any) -> Any:
     d, pair = TraceSettings(), click.Tuple([int, int])
     options: list[tuple[str, Any, Any, str]] = [
         ("--documents", POSITIVE, d.documents, "Documents in the corpus."),
-        ("--zipf", click.FloatRange(0), d.zipf, "Exponent of their popularity; 0: all alike."),
-        ("--lengths", click.Choice(["lognormal", "pareto"]), d.lengths, "Distribution of their lengths."),
-        ("--median-tokens", POSITIVE, d.median_tokens, "Their median length."),
+        ("--zipf", click.FloatRange(0), d.zipf, "Exponent of document popularity; 0: equal."),
+        ("--lengths", click.Choice(["lognormal", "pareto"]), d.lengths, "Distribution of document lengths."),
+        ("--median-tokens", POSITIVE, d.median_tokens, "Median length of documents."),
         ("--tail", click.FloatRange(0), d.tail, "Log-normal: sigma; Pareto: 1 / alpha."),
         ("--min-tokens", POSITIVE, d.min_tokens, "Shortest document."),
         ("--max-tokens", POSITIVE, d.max_tokens, "Longest document."),
         ("--per-request", pair, d.per_request, "Documents in a request, from and to."),
-        ("--order", click.Choice(["shuffled", "popular-first"]), d.order, "Their order in it."),
+        ("--order", click.Choice(["shuffled", "popular-first"]), d.order, "Order of documents in a request."),
         ("--system-tokens", POSITIVE, d.system_tokens, "Length of the system prompt."),
         ("--question-tokens", POSITIVE, d.question_tokens, "Length of a question."),
         ("--output-tokens", pair, d.output_tokens, "Length of an answer, from and to."),
         ("--form", click.Choice(["tokens", "text"]), d.form, "Prompts as token ids or as text."),
-        ("--seed", click.IntRange(0), d.seed, "Seed of everything drawn."),
+        ("--seed", click.IntRange(0), d.seed, "Seed of the trace."),
     ]
     return with_options(
         command,
@@ -125,14 +125,14 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     type=click.FloatRange(0.05, 4096),
     default=4.0,
     show_default=True,
-    help="Memory of each server for all that it caches.",
+    help="GiB of each server for all caches.",
 )
 @click.option(
     "--pool-share",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     default=0.5,
     show_default=True,
-    help="Of it, the share of the plugin's pool of records.",
+    help="Share of --cache-gib for the plugin's pool.",
 )
 @click.option(
     "--url",
@@ -146,20 +146,20 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     "separators",
     type=Named(),
     multiple=True,
-    help="name=TEXT: the --url server of this name takes this separator. One named hypic has ours.",
+    help="name=TEXT: separator of the --url server of this name; default for hypic: the plugin's.",
 )
 @click.option(
     "--api-key-env",
     metavar="NAME",
     default="OPENAI_API_KEY",
     show_default=True,
-    help="The environment variable with the key of --url servers, if they ask for one.",
+    help="Environment variable with the API key of --url servers.",
 )
 @click.option(
     "--trace", "trace_path", type=TRACE_FILE, help="Send this trace (JSONL) instead of generating one."
 )
 @click.option("--write-trace", type=NEW_FILE, help="Write the generated trace here and measure nothing.")
-@click.option("--vocabulary", type=click.IntRange(5), help="Ids in prompts end here; default: by the model.")
+@click.option("--vocabulary", type=click.IntRange(5), help="Size of the vocabulary; default: the model's.")
 @_trace_options
 @click.option(
     "--requests", type=POSITIVE, default=60, show_default=True, help="Counted requests of each measurement."
@@ -169,10 +169,10 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     type=click.IntRange(0),
     default=60,
     show_default=True,
-    help="Requests before, to fill the caches; not counted.",
+    help="Requests that fill the caches first; not counted.",
 )
 @click.option(
-    "--warm-up-at-once", type=POSITIVE, default=4, show_default=True, help="How many of those at a time."
+    "--warm-up-at-once", type=POSITIVE, default=4, show_default=True, help="Warm-up requests at a time."
 )
 @click.option(
     "--rates",
@@ -193,25 +193,25 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     type=click.IntRange(1, 100),
     default=99,
     show_default=True,
-    help="Which percentile has to be within the limit.",
+    help="Percentile of the times that must keep the limit.",
 )
 @click.option(
     "--precision",
     type=click.FloatRange(1.01, 4),
     default=1.1,
     show_default=True,
-    help="Search until the rates that were and were not sustained are within this factor.",
+    help="Search until the lowest failed rate is within this factor of the highest sustained rate.",
 )
 @click.option(
-    "--probes", type=POSITIVE, default=9, show_default=True, help="Most rates tried for each server."
+    "--probes", type=POSITIVE, default=9, show_default=True, help="Limit on the rates for each server."
 )
 @click.option(
     "--start-rate",
     type=click.FloatRange(0, min_open=True),
-    help="Where the search starts; default: half of what the warm-up reached.",
+    help="First rate of the search; default: half of the warm-up's rate.",
 )
 @click.option(
-    "--finish", is_flag=True, help="In a search, measure to the end what has missed the limit already."
+    "--finish", is_flag=True, help="In a search, also complete measurements that miss the limit early."
 )
 @report.output_options
 @click.pass_context
@@ -289,7 +289,7 @@ def load(
     if failed := [p for p in result.points if p.failed]:
         raise click.ClickException(
             f"{sum(p.failed for p in failed)} requests failed ({failed[0].server}: {failed[0].errors[0]}): "
-            "their measurements have no figures, and a search that met them is not to be trusted"
+            "their measurements have no figures, and a search with failures is unreliable"
         )
 
 
@@ -306,11 +306,11 @@ def _serve_settings(
 ) -> ServeSettings:
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise click.UsageError(
-            "VLLM_CPU_KVCACHE_SPACE is set and would win over what both servers are given: "
-            "unset it and use --cache-gib"
+            "VLLM_CPU_KVCACHE_SPACE overrides the cache sizes of both servers: "
+            "unset the variable and use --cache-gib"
         )
     if given := {"pool_bytes", "pool_fraction"} & served.hypic.keys():
-        raise click.UsageError(f"--hypic: {given.pop()} is decided by --cache-gib and --pool-share")
+        raise click.UsageError(f"--hypic: drop {given.pop()}, which --cache-gib and --pool-share set")
     count = token_counter(model, trace)
     # What an operator who knows the corpus would set: pages and state slots run out together.
     mean = round(statistics.mean(count(content) for content in trace.documents.values()))
@@ -321,8 +321,8 @@ def _serve_settings(
 
 def _tell_memory(serve: ServeSettings, console: Console) -> None:
     console.print(
-        f"{serve.model.name}: {report.size(serve.cache_bytes)} for caches on each server; with hypic "
-        f"{report.size(serve.pool_bytes)} of it are the pool of records"
+        f"{serve.model.name}: {report.size(serve.cache_bytes)} for caches on each server; with hypic the "
+        f"pool takes {report.size(serve.pool_bytes)} of these bytes"
     )
 
 
@@ -400,9 +400,7 @@ def _tell(result: LoadResult, s: LoadSettings, console: Console) -> None:
                 f"end {counts['vllm:hypic_records']:.0f} records, {report.size(used)} of {report.size(room)}"
             )
     if any(p.replayed for p in result.points):
-        console.print(
-            "The trace was too short and started again: prefix caches may have known whole prompts."
-        )
+        console.print("The trace is too short and started again: prefix caches may hold whole prompts.")
 
 
 def _plot(path: Path, points: Sequence[RatePoint], s: LoadSettings) -> None:

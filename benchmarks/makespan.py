@@ -21,7 +21,7 @@ def makespan(costs: Sequence[float], loads: Sequence[float], assignment: Sequenc
     check_numbers("cost", costs)
     check_numbers("load", loads)
     if len(assignment) != len(costs):
-        raise ValueError(f"an assignment of {len(assignment)} for {len(costs)} costs: expected as many")
+        raise ValueError(f"an assignment of {len(assignment)} for {len(costs)} costs: expected equal lengths")
     ends = list(loads)
     for cost, machine in zip(costs, assignment, strict=True):
         if not 0 <= machine < len(ends):

@@ -55,14 +55,14 @@ class PrefixResult:
 
 
 @click.command(
-    help="Token hit rate and FLOPs saved of prompts that begin alike, over cache sizes, by policy."
+    help="Token hit rate and FLOPs saved of prompts with shared prefixes, over cache sizes, by policy."
 )
 @click.option("--simulate", is_flag=True, help="Replay traces; needs no engine.")
 @trace_options(requests=1000)
 @click.option(
     "--shape", type=click.Choice(tuple(SHAPES)), default=next(iter(SHAPES)), show_default=True, help="Model."
 )
-@click.option("--states", type=click.IntRange(1), default=4, show_default=True, help="Most inside a line.")
+@click.option("--states", type=click.IntRange(1), default=4, show_default=True, help="States per line.")
 @click.option(
     "--sizes",
     type=Fractions(),
@@ -70,7 +70,7 @@ class PrefixResult:
     show_default=True,
     help="Cache sizes, as shares of K and V of all texts and a state for every end and fork.",
 )
-@click.option("--block-32", "fine", is_flag=True, help="Also a state every 32 tokens: slow.")
+@click.option("--block-32", "fine", is_flag=True, help="Also keep a state every 32 tokens: slow.")
 @output_options
 def prefix(
     simulate: bool,
@@ -182,7 +182,7 @@ def _print(to: Console, found: PrefixResult) -> None:
         title = {"tokens": "token hit rate", "flops": "FLOPs saved"}[what]
         to.print(report.table(title, ("cache", *names, *["bound"] * (what == "flops")), table))
     table = [[name, *map(percent, values)] for name, values in found.placements.items()]
-    title = "work saved in beginnings that were left inside, by states a line"
+    title = "work saved in shared prefixes, by states per line"
     to.print(report.table(title, ("placement", *map(str, STATES)), table))
 
 

@@ -59,7 +59,7 @@ class EngineResult:
 
 @click.command(
     "prefix-engines",
-    help="First token and hit rate of prompts that begin alike, beside stock vLLM with prefix caching.",
+    help="First token and hit rate of prompts with shared prefixes, beside stock vLLM's prefix caching.",
 )
 @engine_options(kv_gib=1.0)
 @trace_options(requests=60, least=4)
@@ -68,7 +68,7 @@ class EngineResult:
     type=click.FloatRange(1e-3, 1),
     default=0.2,
     show_default=True,
-    help="Lengths, over those of the trace.",
+    help="Factor on the lengths of the trace.",
 )
 @click.option("--longest", type=click.IntRange(64, 1 << 20), default=8192, show_default=True)
 @click.option(
@@ -76,10 +76,10 @@ class EngineResult:
     type=click.FloatRange(0.05, 0.95),
     default=0.6,
     show_default=True,
-    help="Part of --kv-gib that is the plugin's pool, in place of vLLM's cache.",
+    help="Share of --kv-gib for the plugin's pool; the rest is vLLM's cache.",
 )
 @click.option("--page-tokens", type=click.IntRange(1, 1024), default=64, show_default=True)
-@click.option("--answers", is_flag=True, help="Generate the trace's answers, not one token each.")
+@click.option("--answers", is_flag=True, help="Generate the trace's answers, not a single token.")
 @output_options
 @gate.reporting_failures
 def prefix_engines(

@@ -25,7 +25,7 @@ def trace_options(requests: int, *, least: int = 1) -> Callable[[Callable[..., A
             "files",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             multiple=True,
-            help="ShareGPT's JSON, vLLM's timed traces, or traces of `eviction`, instead of generated ones.",
+            help="ShareGPT's JSON, vLLM's timed traces, or traces of `eviction`, not generated traces.",
         ),
         click.option(
             "--chunk", type=click.IntRange(1), default=16, show_default=True, help="Tokens of a hash_id."
@@ -35,10 +35,10 @@ def trace_options(requests: int, *, least: int = 1) -> Callable[[Callable[..., A
             type=click.IntRange(least),
             default=requests,
             show_default=True,
-            help="Of each trace; `prefix` replays files whole.",
+            help="Requests of each trace; `prefix` replays whole files.",
         ),
         click.option(
-            "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the generators."
+            "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the generators."
         ),
     )
     return lambda command: with_options(command, *options)
@@ -49,7 +49,7 @@ def asked_traces(
 ) -> dict[str, list[Turn]]:
     """Requests by trace, those of files whole; click's errors for what cannot be read."""
     if files and kinds:
-        raise click.UsageError("--trace and --kind: expected one of them")
+        raise click.UsageError("--trace and --kind: expected only one of the two")
     try:
         traces = {path.stem: load(path, chunk, seed) for path in files}
     except TraceError as e:

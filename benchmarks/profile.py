@@ -43,7 +43,7 @@ class Stages:
     """Share of ``wall``."""
 
 
-@click.command("profile", help="Where a warm first token's time goes, by stage of the computation.")
+@click.command("profile", help="Times of a warm first token, by stage of the computation.")
 @engine_options()
 @repeat_options
 @click.option("--segments", type=click.IntRange(1, 256), default=4, show_default=True)

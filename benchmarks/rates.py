@@ -185,7 +185,7 @@ def connect(spec: Spec, client: Client, trace: Trace) -> Target:
     if separator is not None and trace.form == "tokens":
         ids = client.tokenize(str(separator))
         if len(ids) != 1:
-            raise GateFailed(f"{spec.name}: its tokenizer knows no separator {separator!r}: it gives {ids}")
+            raise GateFailed(f"{spec.name}: separator {separator!r} gives {ids}: expected one token")
         [separator] = ids
     return Target(spec, client, client.model(), separator)
 
@@ -241,9 +241,9 @@ class Measurement:
                         _require_same(target.name, cold, warm)
                         if not warm.cached_tokens:
                             raise GateFailed(
-                                f"{target.name}: a prompt sent twice reused nothing. Are its documents "
-                                "shorter than min_segment_tokens, is the pool too small (--cache-gib, "
-                                "--pool-share), was it started without --enable-prompt-tokens-details?"
+                                f"{target.name}: a repeated prompt reuses nothing: expected documents of "
+                                "min_segment_tokens or more, a pool large enough (--cache-gib, --pool-share) "
+                                "and a server with --enable-prompt-tokens-details"
                             )
                         reused.setdefault(target.name, []).append(warm.cached_tokens)
                     cuts = 0 if target.separator is None else len(request.documents) + 1
@@ -252,7 +252,7 @@ class Measurement:
                 target.client.idle()
         # In traces of texts, texts that meet without a separator may be tokenised together.
         if self.trace.form == "tokens" and len({tuple(s) for s in sizes.values()}) > 1:
-            raise GateFailed(f"servers count different prompts, separators left out: {sizes}")
+            raise GateFailed(f"servers count different prompt tokens, without separators: {sizes}")
         return {
             "requests": count,
             "cold_equals_warm": sorted(reused),
@@ -442,7 +442,7 @@ def _require_same(name: str, cold: Complete, warm: Complete) -> None:
     for what in ("tokens", "logprobs", "top_logprobs"):
         if getattr(cold, what) != getattr(warm, what):
             raise GateFailed(
-                f"{name}: the same prompt, first computed and then reused, has other {what}: "
+                f"{name}: cold and warm answers to the same prompt have different {what}: "
                 f"{getattr(cold, what)[:3]} and {getattr(warm, what)[:3]}"
             )
 

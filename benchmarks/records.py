@@ -38,7 +38,7 @@ class Kept:
     fidelity: Fidelity
 
 
-@click.command(help="Bytes of a segment's record over its length, and what dead transitions are worth.")
+@click.command(help="Bytes of a segment's record over its length, and bytes that dead heads save.")
 @engine_options()
 @click.option(
     "--lengths",
@@ -125,7 +125,7 @@ def _measure(
                         distances.append(gate.checked_distance(answers[key], again, one.name))
                     if not held:
                         raise gate.GateFailed(
-                            "this model has no linear-attention layers: nothing can be dead"
+                            "this model has no linear-attention layers, so no heads can be dead"
                         )
                     found.append(Kept(bound, tokens, RecordBytes.mean(held), Fidelity.of(distances)))
             steps.done()

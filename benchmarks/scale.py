@@ -61,7 +61,7 @@ class Overrides(click.ParamType):
         try:
             return name, float(number)
         except ValueError:
-            self.fail(f"{value!r}: {number!r} is no number", param, ctx)
+            self.fail(f"{value!r}: {number!r} is not a number", param, ctx)
 
 
 @click.command(help="Segment-parallel prefill on many workers, by simulation.")
@@ -73,20 +73,20 @@ class Overrides(click.ParamType):
     "overrides",
     type=Overrides(),
     multiple=True,
-    help="Another value for one cost, like compose_segment_s=0.001; several times for several.",
+    help="Another value for one cost, like compose_segment_s=0.001; repeatable.",
 )
-@click.option("--segments", type=click.IntRange(1, 4096), default=64, show_default=True, help="A request's.")
+@click.option("--segments", type=click.IntRange(1, 4096), default=64, show_default=True, help="Per request.")
 @click.option("--median", type=click.FloatRange(1, 1e6), default=1340.0, show_default=True, help="Tokens.")
 @click.option(
-    "--sigma", type=click.FloatRange(0, 5), default=0.9, show_default=True, help="Of log-normal lengths."
+    "--sigma", type=click.FloatRange(0, 5), default=0.9, show_default=True, help="Sigma of lognormal lengths."
 )
 @click.option("--shortest", type=click.IntRange(1), default=256, show_default=True, help="Tokens.")
 @click.option("--longest", type=click.IntRange(1), default=8192, show_default=True, help="Tokens.")
 @click.option(
-    "--requests", type=click.IntRange(1, 10**5), default=50, show_default=True, help="Looked at one by one."
+    "--requests", type=click.IntRange(1, 10**5), default=50, show_default=True, help="Requests without load."
 )
 @click.option(
-    "--arrivals", type=click.IntRange(100, 10**6), default=2000, show_default=True, help="Under load, a rate."
+    "--arrivals", type=click.IntRange(100, 10**6), default=2000, show_default=True, help="Requests at a load."
 )
 @click.option(
     "--workers",
@@ -96,16 +96,16 @@ class Overrides(click.ParamType):
     help="Numbers of workers.",
 )
 @click.option(
-    "--loaded-workers", type=click.IntRange(1, 4096), default=8, show_default=True, help="Under load."
+    "--loaded-workers", type=click.IntRange(1, 4096), default=8, show_default=True, help="Workers under load."
 )
 @click.option(
     "--loads",
     type=Numbers(click.FloatRange(0, 2, min_open=True)),
     default="0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
     show_default=True,
-    help="Prefill asked for, over what the workers can do.",
+    help="Loads: requested prefill, as shares of the workers' capacity.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Lengths and arrivals.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the requests.")
 @click.option("--control", is_flag=True, help="Also measure router and directory on this machine.")
 @output_options
 def scale(

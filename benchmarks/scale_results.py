@@ -181,7 +181,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
     ]
     heads = ("workers", "ttft", "lpt by time", "by flops", "by tokens", "round robin", "no better than")
     to.print(report.table("speed-up over one instance", (*heads, "lpt, waiting", "rr, waiting"), rows))
-    to.print("waiting: a worker waits until its record was received; the other columns are pipelined")
+    to.print("waiting: a worker waits until the receiver has its record; the other columns are pipelined")
     spent = [(point.workers, point.way(lpt).parts) for point in results.points]
     to.print(
         report.table(
@@ -210,7 +210,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
     )
     to.print(
         report.table(
-            f"{GOAL_WORKERS} workers over the bandwidth of links and of the combine node's way in",
+            f"{GOAL_WORKERS} workers over the bandwidth of links and of the combine node's network",
             ("GB/s", "pipelined", "waiting", "exposed transfer, of the dispatch phase"),
             [
                 (f"{b.bytes_s / 1e9:g}", f"{b.pipelined:.2f}x", f"{b.waiting:.2f}x", percent(b.exposed))
@@ -238,7 +238,7 @@ def show(to: Console, results: Results, segments: int, loaded_workers: int) -> N
     size = results.sizing
     to.print(
         f"one combine node keeps {size.by_compose:.1f} workers busy by its computation and "
-        f"{size.by_ingress:.1f} by its way in ({size.record_bytes_per_token:,.0f} bytes of record a token)"
+        f"{size.by_ingress:.1f} by its network ({size.record_bytes_per_token:,.0f} bytes of record a token)"
     )
     if results.control is not None:
         results.control.show(to)

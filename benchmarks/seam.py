@@ -62,7 +62,7 @@ class SeamResult:
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=1024, show_default=True)
 @click.option("--windows", type=Numbers(click.IntRange(0, 1024)), default="0,4,8,16,32", show_default=True)
 @click.option(
-    "--naive-window", type=click.IntRange(0, 1024), default=8, show_default=True, help="Window of naive."
+    "--naive-window", type=click.IntRange(0, 1024), default=8, show_default=True, help="Window of `naive`."
 )
 @click.option(
     "--noise-chunk",

@@ -144,8 +144,8 @@ def _gate(
     spread, single = _spread(ask(router, prompt), segments), ask(combine, prompt)
     if not spread.same_as(single):
         raise ServerError(
-            f"the answer of two workers, {spread.tokens}, is not a single server's, {single.tokens}, "
-            "or its logprobs are others"
+            f"two workers answer {spread.tokens}, a single server {single.tokens}: "
+            "expected equal tokens and logprobs"
         )
 
 
@@ -158,7 +158,7 @@ def _spread(reply: Reply, segments: int) -> Reply:
         or None in (found.dispatch_s, found.combine_s)
         or [p.source for p in parts] != ["dispatched"] * segments
     ):
-        raise ServerError(f"a request of {segments} cold segments was not spread: {found}")
+        raise ServerError(f"workers did not compute all {segments} cold segments of a request: {found}")
     return reply
 
 
@@ -232,17 +232,17 @@ def _share(found: Spread | None) -> str:
     return "" if found is None else f"{percent(found.median)} ({percent(found.min)} - {percent(found.max)})"
 
 
-@click.command("segment-parallel", help="Two workers against one, and what combining costs: five minutes.")
+@click.command("segment-parallel", help="Two workers against one, and the cost of combining: five minutes.")
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A model's folder.  Default: a random model.",
 )
 @click.option("--size", type=click.Choice(list(SIZES)), help="Size of the random model.  Default: 150m.")
-@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
+@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Per server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
 @click.option("--repeats", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def segment_parallel(
     model: Path | None,
@@ -255,12 +255,12 @@ def segment_parallel(
 ) -> None:
     check_outputs(json_path, None)
     if model is not None and size is not None:
-        raise click.UsageError("--model and --size: give one of the two")
+        raise click.UsageError("--model and --size: expected only one of the two")
     if model is not None:
         model_context(model)  # refuses a folder without a model
     out = console()
     if (cores := len(os.sched_getaffinity(0)) // threads) < 2:
-        out.print(f"[bold yellow]{cores} core for two workers: they share it, and the ratios say nothing.[/]")
+        out.print(f"[bold yellow]{cores} core for two workers: the ratios mean nothing.[/]")
     setup = Setup(model or random_model(size or "150m"), threads=threads, eager=not compiled, context=CONTEXT)
     try:
         with Cluster(setup) as cluster:

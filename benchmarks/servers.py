@@ -81,7 +81,7 @@ def serving(settings: ServeSettings, trace: Trace, console: Console) -> Iterator
         try:
             yield specs
         except BaseException:
-            console.print(f"what the servers said: {' '.join(map(str, logs))}", soft_wrap=True)
+            console.print(f"logs of the servers: {' '.join(map(str, logs))}", soft_wrap=True)
             raise
     for log in logs:
         log.unlink(missing_ok=True)

@@ -101,7 +101,7 @@ class Watch:
         """Raises :class:`ServerError` where a process that was there is gone."""
         found = dict(self._found())
         if self.levels and (gone := self.levels.keys() - found.keys()):
-            raise ServerError(f"no longer there: {', '.join(sorted(gone))}")
+            raise ServerError(f"processes have ended: {', '.join(sorted(gone))}")
         self.times.append(now)
         for name, value in found.items():
             self.levels[name].append(value)
@@ -287,16 +287,16 @@ def _show(result: SoakResult, out: Console) -> None:
 
 @click.command(help="Hours of mixed traffic while servers fail: answers, errors, leaks.")
 @click.option("--minutes", type=click.FloatRange(1, 10_000), default=60, show_default=True)
-@click.option("--clients", type=click.IntRange(1, 256), default=6, show_default=True, help="At once.")
+@click.option("--clients", type=click.IntRange(1, 256), default=6, show_default=True, help="Clients at once.")
 @click.option(
     "--limit",
     "limit_s",
     type=click.FloatRange(1),
     default=60,
     show_default=True,
-    help="Seconds after which a request hangs.",
+    help="Seconds after which a request counts as hung.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts and traffic.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the traffic.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True, path_type=Path))
 def soak_command(minutes: float, clients: int, limit_s: float, seed: int, json_path: Path | None) -> None:
     check_outputs(json_path, None)

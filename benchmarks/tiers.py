@@ -99,7 +99,7 @@ class _Found:
     read_bytes: int = 0
 
 
-@click.command(help="First token by where records are: stock recompute, pool, memory, disk, Redis, LMCache.")
+@click.command(help="First token by place of records: stock recompute, pool, memory, disk, Redis, LMCache.")
 @engine_options()
 @repeat_options
 @click.option("--segments", type=click.IntRange(1, 256), default=4, show_default=True)
@@ -109,12 +109,12 @@ class _Found:
     type=click.FloatRange(0.01, 1024),
     default=0.5,
     show_default=True,
-    help="Budget of every tier: it must hold one prompt's records.",
+    help="Budget of every tier, which must hold one prompt's records.",
 )
 @click.option(
     "--folder",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
-    help="On the disk to be measured.  [default: the folder for temporary files]",
+    help="Folder on the disk to measure.  [default: the folder for temporary files]",
 )
 @output_options
 @gate.reporting_failures
@@ -339,7 +339,7 @@ class _Bench:
         after = self.hypic.call(own_calls.tier_counts)[tier]
         if after.hits - before.hits != self.records:
             raise GateFailed(
-                f"{row.label}: {after.hits - before.hits} of {self.records} records came from it"
+                f"{row.label}: the tier served {after.hits - before.hits} of {self.records} records"
             )
         found.read_bytes = after.read_bytes - before.read_bytes
         found.reads += after.read_seconds

@@ -100,7 +100,7 @@ class TraceSettings:
             self.per_request[1] <= self.documents,
             "per_request",
             self.per_request,
-            f"at most the {self.documents} documents that there are",
+            f"at most documents={self.documents}",
         )
         _require(self.vocabulary > FIRST_WORD, "vocabulary", self.vocabulary, f"an integer > {FIRST_WORD}")
 
@@ -274,7 +274,7 @@ def load(path: Path) -> Trace:
                 form = type(header["system"])
                 line.check(header["rate"] > 0, "rate", "a number > 0")
             elif kind == "trace":
-                line.refuse("kind", "one header only")
+                line.refuse("kind", "only one header")
             elif kind == "document":
                 name = line.text("id")
                 line.check(name not in documents, "id", "an id that no other document has")
@@ -293,12 +293,12 @@ def _request(
 ) -> TraceRequest:
     arrival = line.number("arrival_s")
     least = before[-1].arrival_s if before else 0.0
-    line.check(arrival >= least, "arrival_s", f"at least {least:g}, the arrival before it")
+    line.check(arrival >= least, "arrival_s", f"at least {least:g}, the preceding arrival")
     names = line.raw("documents")
     line.check(isinstance(names, list) and bool(names), "documents", "a list of document ids, not empty")
     for name in names:
         line.check(
-            isinstance(name, str) and name in documents, "documents", "ids of documents on lines before"
+            isinstance(name, str) and name in documents, "documents", "ids of documents on earlier lines"
         )
     output = line.raw("output_tokens")
     line.check(
@@ -364,7 +364,7 @@ class _Line:
             ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
             self.check(ids, name, "a text or a list of token ids >= 0")
             found = tuple(value)
-        self.check(bool(found), name, "something: it is empty")
+        self.check(bool(found), name, "a value that is not empty")
         if form is not None and type(found) is not form:
             self.refuse(name, f"{'a text' if form is str else 'token ids'}, as in the header")
         return found

@@ -98,8 +98,8 @@ def report(version: str, count: int, found: Sequence[Change], requirements: Sequ
 
 
 @click.command()
-@click.option("--version", help="A release on PyPI; without it the newest.")
-@click.option("--tests", default=TESTS, show_default=True, help="What pytest is told; '' for no tests.")
+@click.option("--version", help="A release on PyPI; default: the newest.")
+@click.option("--tests", default=TESTS, show_default=True, help="Arguments of pytest; '' runs no tests.")
 def main(version: str | None, tests: str) -> None:
     wheel = fetch(version)
     folder = overlay(wheel)

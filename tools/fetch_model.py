@@ -103,7 +103,7 @@ def convert(gguf: Path, folder: Path) -> None:
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     if not tokenizer.chat_template:
-        raise Unavailable(f"no chat template came out of {gguf.name}: this release of transformers lost it")
+        raise Unavailable(f"{gguf.name}: this release of transformers does not convert the chat template")
     tokenizer.save_pretrained(folder)
 
 
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
         make(folder)
     except (Unavailable, OSError) as error:
         optional = arguments == ["--optional"]
-        print(f"fetch_model: {'WARNING: tests that need it will skip' if optional else 'no model'}: {error}")
+        print(f"fetch_model: {'WARNING: tests of the model will skip' if optional else 'no model'}: {error}")
         return 0 if optional else 1
     print(f"fetch_model: made {folder}")
     return 0

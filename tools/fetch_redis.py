@@ -102,7 +102,7 @@ def packages_of(libraries: list[str]) -> list[str]:
         stem = re.split(r"(?:-[\d.]+)?\.so", library)[0]
         package = next((LIBRARIES[name] for name in LIBRARIES if stem.startswith(name)), None)
         if package is None:
-            raise Unavailable(f"redis-server needs {library}, of a package that is not known here")
+            raise Unavailable(f"redis-server needs {library}: add its package to LIBRARIES")
         found.add(package)
     return sorted(found)
 
@@ -152,7 +152,7 @@ def main(environment: Path) -> str:
             raise Unavailable(f"{redis / 'redis-server'} does not run")
     except Unavailable as error:
         shutil.rmtree(redis, ignore_errors=True)
-        return f"WARNING: no redis-server, its tests will skip: {error}"
+        return f"WARNING: no redis-server, tests of Redis will skip: {error}"
     return f"unpacked Debian's redis-server into {redis}"
 
 

@@ -175,7 +175,7 @@ def row_of(architecture: str) -> Row:
     from vllm_hypic.config.engine import HypicConfig
 
     if (config := configuration(architecture)) is None:
-        return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration of it to try")
+        return Row(architecture, UNKNOWN, "transformers and vLLM have no configuration to try")
     with tempfile.TemporaryDirectory() as folder:
         if architecture in NEMOTRONS_THAT_SEE:  # they look at it as they are built
             save_tokenizer(Path(folder), vocab=512)
@@ -208,9 +208,9 @@ def rows(wanted: Sequence[str]) -> Iterator[Row]:
         there.close()
         try:
             late = not here.poll(PATIENCE_S)
-            yield here.recv() if not late else Row(architecture, UNKNOWN, "it takes minutes to build")
+            yield here.recv() if not late else Row(architecture, UNKNOWN, "the build takes minutes")
         except EOFError:
-            yield Row(architecture, UNKNOWN, "vLLM ends the process that builds it")
+            yield Row(architecture, UNKNOWN, "vLLM ends the process during the build")
         process.kill()
         process.join()
 

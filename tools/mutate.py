@@ -102,7 +102,7 @@ def read_mutations(path: Path = LIST) -> list[Mutation]:
         if made.name in {other.name for other in found}:
             raise MutationError(f"{name}: another fault has this name")
         if made.old == made.new or not made.tests:
-            raise MutationError(f"{name}: expected another new text than the old one, and at least one test")
+            raise MutationError(f"{name}: expected a new text that differs from old, and at least one test")
         found.append(made)
     return found
 
@@ -272,7 +272,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "pytest printed nothing"
 
 
 # -- the command -----------------------------------------------------------------------------------------
@@ -308,17 +308,17 @@ def list_mutations() -> None:
     "--select",
     default="not slow",
     show_default=True,
-    help='Run only tests with these marks, as pytest\'s -m does; "" runs slow ones, too.',
+    help='Run only tests with these marks, as pytest\'s -m does; "" runs slow tests, too.',
 )
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Faults looked for at a time."
+    "--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Faults to try at a time."
 )
 @click.option(
     "--timeout",
     type=click.FloatRange(min=0, min_open=True),
     default=TIMEOUT_S,
     show_default=True,
-    help="Seconds for one fault. Tests that have not ended by then count as having found it.",
+    help="Seconds for one fault. Tests that take longer count as having found the fault.",
 )
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here, as JSON."

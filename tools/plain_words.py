@@ -77,7 +77,7 @@ def main(every: bool) -> None:
         table.add_row(str(r.page.relative_to(ROOT)), *map(str, counts))
     table.add_section()
     by_hand = sum(r.words for r in readings if r.page not in GENERATED)
-    table.add_row(f"{len(readings)} pages, without those that are generated", str(by_hand))
+    table.add_row(f"{len(readings)} pages, without generated pages", str(by_hand))
     console.print(table)
     for r in readings[:10]:
         for sentence in r.long_sentences[:3]:

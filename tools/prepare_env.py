@@ -116,7 +116,7 @@ def mend_imports() -> str:
     shutil.copyfile(HOOK, HOOK_COPY)
     HOOK_PTH.write_text(f"import {HOOK_MODULE}; {HOOK_MODULE}.install(*{broken!r})\n")
     for package, error in import_errors(broken).items():
-        raise SystemExit(f"prepare_env: {package} does not import, with {HOOK.name} either: {error}")
+        raise SystemExit(f"prepare_env: {package} does not import, even with {HOOK.name}: {error}")
     return f"imports mended by {HOOK.name}: {', '.join(broken)}"
 
 

@@ -41,7 +41,7 @@ OPTIONS = """\
 
 Set these options with `--additional-config '{"hypic": {"seam_tokens": 4}}'`, in Python `additional_config=`.
 The same options in the `kv_connector_extra_config` of `--kv-transfer-config` win over them.
-A value that is not allowed ends the start with the option's name, the value and what is allowed.
+The engine refuses to start with a wrong value, and names the option, the value and the allowed values.
 """
 METRICS = """\
 # Metrics
@@ -256,8 +256,8 @@ PAGES = {
 
 
 @click.command()
-@click.option("--write", type=click.Path(file_okay=False, path_type=Path), help="Write the pages there.")
-@click.option("--check", type=click.Path(file_okay=False, path_type=Path), help="Compare the pages there.")
+@click.option("--write", type=click.Path(file_okay=False, path_type=Path), help="Folder for the pages.")
+@click.option("--check", type=click.Path(file_okay=False, path_type=Path), help="Folder to compare.")
 def main(write: Path | None, check: Path | None) -> None:
     for name, page in PAGES.items():
         text = page()

@@ -31,7 +31,5 @@ if __name__ == "__main__":
     if pip_finds_torch():
         sys.exit()
     if not index_answers():
-        sys.exit(
-            f"pip does not find {TORCH} and {INDEX} does not answer: set PIP_FIND_LINKS to a folder with it"
-        )
+        sys.exit(f"pip does not find {TORCH} and {INDEX} does not answer: set PIP_FIND_LINKS to its folder")
     print(f"--extra-index-url {INDEX}")

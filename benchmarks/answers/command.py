@@ -40,14 +40,14 @@ METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H
 
 def _family(name: str) -> None:
     if name not in FAMILIES:
-        raise ValueError(f"{name!r} is no family of tasks: expected {', '.join(FAMILIES)}")
+        raise ValueError(f"{name!r} is not a family of tasks: expected {', '.join(FAMILIES)}")
 
 
 def _method(name: str) -> Method:
     try:
         return link_method(name)
     except LinkError as e:
-        raise ValueError(f"{name!r} is no method: expected {METHODS} ({e})") from e
+        raise ValueError(f"{name!r} is not a method: expected {METHODS} ({e})") from e
 
 
 @click.command(
@@ -57,13 +57,13 @@ def _method(name: str) -> Method:
         "on the real engine. Without --model: the demo model.\n\n"
         "\b\nFamilies of tasks:\n"
         + "\n".join(f"  {name:10} {family.about}" for name, family in FAMILIES.items())
-        + "\n\nThe first are made by the generator beside a demo model. needle, keyvalue and variables are "
-        "English, or in the words of a demo model for that. The others are made of installed texts."
+        + "\n\nThe generator beside a demo model makes the demo model's own families. needle, keyvalue and "
+        "variables are English, or in a demo model's words. Installed texts make all other families."
     ),
 )
 @engine_options()
 @click.option(
-    "--tasks", type=Names(_family), help="Families, separated by commas; default: all that suit the model."
+    "--tasks", type=Names(_family), help="Families, separated by commas; default: all of the model."
 )
 @click.option(
     "--data",
@@ -75,7 +75,7 @@ def _method(name: str) -> Method:
     type=Names(_method),
     default=",".join(DEFAULT),
     show_default=True,
-    help=f"Some of {METHODS}; W, K, H, T and A are tokens. Full recompute is always added.",
+    help=f"Some of {METHODS}; W, K, H, T and A are tokens. Full recompute always runs.",
 )
 @click.option(
     "--prompts", type=click.IntRange(1, SEED_STEP), default=500, show_default=True, help="Prompts per family."
@@ -84,7 +84,7 @@ def _method(name: str) -> Method:
 @click.option(
     "--tokens",
     type=click.IntRange(32, 65536),
-    help="Tokens of a document, about; default: the family's. With --data: most tokens of a segment.",
+    help="Approximate tokens of a document; default: the family's. With --data: limit for a segment.",
 )
 @click.option(
     "--facts",
@@ -95,7 +95,7 @@ def _method(name: str) -> Method:
 @click.option(
     "--chat/--no-chat",
     default=None,
-    help="Put prompts through the model's chat template; default: where it has one.",
+    help="Apply the chat template to prompts; default: if the model has a chat template.",
 )
 @click.option(
     "--chat-template",

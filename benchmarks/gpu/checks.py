@@ -26,4 +26,4 @@ def checks(device: torch.device, chosen: str, dtype: str) -> None:
     to.print(report.table("errors against float64", ("kernel", "case", "error", "allowed"), rows))
     if wrong := [f for f in found if not f.passed]:
         raise click.ClickException("; ".join(f"{f.kernel}, {f.case}: {f.error:.2g}" for f in wrong))
-    to.print(f"All {len(found)} errors are within what is allowed.")
+    to.print(f"All {len(found)} errors are within their tolerances.")

@@ -48,7 +48,7 @@ class Composition:
                 f"segments of {self.length} tokens have no interior at a window of {self.window}"
             )
         if self.segments < 1 or self.query < 1:
-            raise ValueError(f"{self.segments} segments, {self.query} tokens of query: expected one or more")
+            raise ValueError(f"{self.segments} segments, {self.query} tokens of query: expected at least 1")
 
     @property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ from .layers import Stack
 from .operators import operators_for
 from .shapes import REAL, TINY, StackShape
 
-ALONE, OUT, INTO = "alone", "beside a record that leaves", "beside one that comes"
+ALONE, OUT, INTO = "alone", "beside a record that leaves", "beside a record that comes"
 BUSY_CYCLES = 100_000_000
 """For so long the device is busy before a pass and the copies beside it begin, together: the host launches
 both meanwhile."""
@@ -134,7 +134,7 @@ def measure(record: MovingRecord, case: str, run: Callable[[], object], repeats:
             if repeat:  # the first compiles
                 found[name].append(times)
         if not record.is_there:
-            raise GateFailed("the record that came is not the one that left")
+            raise GateFailed("the arrived record differs from the sent record")
     spreads = {name: [Spread.of(one) for one in zip(*times, strict=True)] for name, times in found.items()}
     return CopyTimes(case, *({name: s[i] for name, s in spreads.items()} for i in range(2)))
 
@@ -180,7 +180,7 @@ def moved(record: MovingRecord, repeats: int) -> dict[str, Spread]:
 
 @click.command(help="Passes of a model beside records that are copied between pool and host memory.")
 @device_option
-@click.option("--tokens", type=click.IntRange(1), default=16_384, show_default=True, help="Of the record.")
+@click.option("--tokens", type=click.IntRange(1), default=16_384, show_default=True, help="Record's length.")
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--json", "json_path", type=REPORT_FILE, help="Also write results and settings here.")
 @reporting_failures

@@ -71,6 +71,6 @@ def device_option(command: Any) -> Any:
         default="cuda",
         show_default=True,
         callback=_open,
-        help="cpu: tiny shapes, to try the command where there is no GPU.",
+        help="cpu: tiny shapes, to try the command without a GPU.",
     )
     return option(command)

@@ -109,11 +109,11 @@ class CachedSegmentCost:
 @click.option("--window", type=click.IntRange(0), default=8, show_default=True, help="Seam window.")
 @click.option("--chunk", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of a pass.")
 @click.option(
-    "--noise-chunk", type=click.IntRange(1), default=2048, show_default=True, help="Of the drift's noise."
+    "--noise-chunk", type=click.IntRange(1), default=2048, show_default=True, help="Chunk for the noise."
 )
 @click.option("--repeats", type=click.IntRange(1), default=10, show_default=True)
 @click.option(
-    "--compile/--eager", default=False, show_default=True, help="torch.compile what lies outside the cores."
+    "--compile/--eager", default=False, show_default=True, help="torch.compile the code outside the cores."
 )
 @click.option(
     "--graph/--no-graph", default=False, show_default=True, help="Also replay warm passes as graphs."
@@ -268,7 +268,7 @@ def _checked(bench: _Bench) -> PromptTimes:
     cold = bench.cold()
     warm, composed = bench.compose()
     if not torch.equal(cold, warm):
-        raise gate.GateFailed(f"{name}: the warm answer is not the cold one")
+        raise gate.GateFailed(f"{name}: the warm answer differs from the cold answer")
     full, prefill = bench.prefill(bench.tokens)
     first = gate.relative(composed.state(0), prefill.state(0))
     other = bench.tokens.clone()
@@ -280,7 +280,7 @@ def _checked(bench: _Bench) -> PromptTimes:
         [
             gate.Distance(f"{name}, state of layer 0 from full recompute's", first, FIRST_STATE),
             gate.Distance(
-                f"{name}, logits from full recompute's, beside other documents'", distance, strange
+                f"{name}, logits from full recompute's, against other documents'", distance, strange
             ),
         ]
     )

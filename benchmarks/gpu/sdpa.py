@@ -36,7 +36,7 @@ def parts_of(case: SpanCase) -> list[Part]:
     """Parts of requests that are all alike; raises ``ValueError`` for others. Copies K and V once."""
     seen = case.rows.seen()
     if any(rows != seen[0] for rows in seen):
-        raise ValueError("the baseline needs requests that see alike")
+        raise ValueError("the baseline needs requests with equal columns")
     keys, values = case.rotated_copies()
     found, first = [], 0
     for columns, rows in ((n, len(list(same))) for n, same in groupby(seen[0])):

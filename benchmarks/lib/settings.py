@@ -80,7 +80,7 @@ def served_options(*, timeout_s: float) -> Callable[[Callable[..., Any]], Callab
                 type=click.FloatRange(0, min_open=True),
                 default=timeout_s,
                 show_default=True,
-                help="Give up when one request takes longer.",
+                help="Limit on the seconds of a request.",
             ),
         )
 
@@ -114,7 +114,7 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
             ),
             click.option(
                 "--kv-cache-dtype",
-                help="vLLM's option of this name; default: the model's (records follow it).",
+                help="vLLM's option of this name; default: the model's. Records have the same dtype.",
             ),
         )
         return served_options(timeout_s=3600.0)(engine_only)

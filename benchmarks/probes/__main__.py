@@ -10,9 +10,7 @@ from .dtype import dtype
 from .length import length
 
 
-@click.group(
-    help="Where reuse differs from full recompute, inside the model; with the noise floor beside it."
-)
+@click.group(help="Differences between reuse and full recompute inside the model, beside the noise floor.")
 def main() -> None:
     pass
 

@@ -147,7 +147,7 @@ def measure(
     return [Rounding(name, mean(values), sizes.get(name)) for name, values in found.items()]
 
 
-@click.command(help="What storing T and S in fewer bits costs, against a float64 scan of the first layer.")
+@click.command(help="Error of T and S stored in fewer bits, against a float64 scan of the first layer.")
 @probe_options(None)
 @click.option("--segments", type=click.IntRange(1, 256), default=8, show_default=True)
 @click.option("--tokens", type=click.IntRange(SHORTEST, 65536), default=128, show_default=True)

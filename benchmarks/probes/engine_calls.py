@@ -83,8 +83,8 @@ def observe(llm: Any, ask: Ask, question: int, kv: bool) -> Observation:
         computed = len(live.stream)
         if not taps.rows or any(rows != computed for rows in taps.rows.values()):
             raise RuntimeError(
-                f"layers were seen to compute {sorted(set(taps.rows.values()))} tokens, the request has "
-                f"{computed}: a compiled model cannot be observed (enforce_eager)"
+                f"layers compute {sorted(set(taps.rows.values()))} tokens, the request has "
+                f"{computed}: a compiled model cannot be observed (set enforce_eager)"
             )
         return Observation(
             live.logprobs,
@@ -132,7 +132,7 @@ def answered(llm: Any, ask: Ask) -> Iterator[Live]:
         output = _first_token(llm)
         scheduler = engine_calls.scheduler_of(llm)
         if len(scheduler.requests) != 1:
-            raise RuntimeError(f"{len(scheduler.requests)} requests are running: expected one alone")
+            raise RuntimeError(f"{len(scheduler.requests)} requests are running: expected exactly 1")
         (internal,) = scheduler.requests
         plan = scheduler.hypic.views.stream_plan(internal)
         ids = llm.get_tokenizer().hypic_ids

@@ -142,7 +142,7 @@ def require_long(probe: Probe, tokens: int) -> None:
         if tokens - link.head - link.tail < probe.least:
             raise click.UsageError(
                 f"segments of {tokens} tokens: {method.name} recomputes {link.head + link.tail} of them, and "
-                f"what is left is computed, too, where it is shorter than {probe.least} (min_segment_tokens)"
+                f"fewer than {probe.least} tokens (min_segment_tokens) are left to reuse"
             )
 
 

@@ -41,7 +41,7 @@ class Methods(click.ParamType):
         if any(method.link is None for method in found):
             self.fail("full recompute is the reference: name methods that reuse records", param, ctx)
         if len(set(found)) < len(found):
-            self.fail(f"{value!r}: a method stands there twice", param, ctx)
+            self.fail(f"{value!r}: expected each method once", param, ctx)
         return found
 
 
@@ -70,7 +70,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
             **options: Any,
         ) -> Any:
             if model is not None and size is not None:
-                raise click.UsageError("--model and --size: name one of them")
+                raise click.UsageError("--model and --size: expected only one of the two")
             if noise_chunk == max_num_batched_tokens:
                 raise click.UsageError(
                     f"--noise-chunk {noise_chunk}: the same chunks show no noise; "
@@ -94,7 +94,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 type=click.Path(exists=True, file_okay=False, path_type=Path),
                 help="A model's folder; default: the demo model.",
             ),
-            click.option("--size", type=click.Choice(list(SIZES)), help="A random model of this size."),
+            click.option("--size", type=click.Choice(list(SIZES)), help="Size of a random model."),
             click.option("--prompts", type=click.IntRange(1, 10000), default=20, show_default=True),
             click.option("--seed", type=click.IntRange(0), default=0, show_default=True),
             click.option(
@@ -102,14 +102,14 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 type=click.IntRange(64, 1 << 20),
                 default=2048,
                 show_default=True,
-                help="Prefill chunk of the engine that is looked at.",
+                help="Prefill chunk of the measured engine.",
             ),
             click.option(
                 "--noise-chunk",
                 type=click.IntRange(64, 1 << 20),
                 default=200,
                 show_default=True,
-                help="The noise engine's; no multiple of 64, where kernels cut anyway.",
+                help="Prefill chunk of the noise engine: not a multiple of 64, as kernels split there.",
             ),
             click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True),
             click.option(
@@ -117,7 +117,7 @@ def probe_options(methods: str | None = METHODS) -> Callable[[Callable[..., Any]
                 type=click.FloatRange(0.05, 4096),
                 default=0.5,
                 show_default=True,
-                help="vLLM's KV cache of each engine; the public pool comes beside it.",
+                help="GiB of vLLM's KV cache in each engine; the pool comes on top.",
             ),
             click.option("--hypic", type=HypicOptions(), default="{}", help="The plugin's options, as JSON."),
             click.option("--timeout-s", type=click.FloatRange(0, min_open=True), default=1200.0),

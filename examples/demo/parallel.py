@@ -81,12 +81,12 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
     """Return the faults of the two replies, an empty list if all is well."""
     faults = []
     if alone_computed != segments:
-        faults.append(f"the single server computed {alone_computed} of {segments} segments: it was not cold")
+        faults.append(f"the cold server alone computed {alone_computed} of {segments} segments: expected all")
     if (counted.received, counted.not_received, counted.computed) != (segments, 0, 0):
         faults.append(
             f"of {segments} segments {counted.received} came from workers, "
-            f"{counted.not_received} were awaited in vain, "
-            f"{counted.computed} computed by the combine node: expected all to come from workers"
+            f"{counted.not_received} did not arrive, "
+            f"and the combine node computed {counted.computed}: expected all from workers"
         )
     if idle := [name for name, count in counted.pushed.items() if not count]:
         faults.append(f"{', '.join(idle)} delivered no records")
@@ -95,9 +95,9 @@ def check(spread: Reply, counted: Counted, alone: Reply, alone_computed: int, se
     if spread.breakdown is None or spread.breakdown.dispatch_s is None:
         faults.append(f"the router did not report where the time went: {spread.breakdown}")
     if spread.tokens != alone.tokens:
-        faults.append(f"other tokens: {spread.tokens}; a single server's: {alone.tokens}")
+        faults.append(f"the cluster answers {spread.tokens}, a single server {alone.tokens}")
     elif not spread.same_as(alone):
-        faults.append("same tokens, but other logprobs than a single server's")
+        faults.append("the tokens equal a single server's, but the logprobs differ")
     return faults
 
 
@@ -182,13 +182,13 @@ def _grown(name: str, before: dict[str, float], after: dict[str, float]) -> int:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A model's folder.  Default: the demo model.",
 )
-@click.option("--size", "size_", type=click.Choice(list(SIZES)), help="A random model of this size instead.")
-@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Of each server.")
+@click.option("--size", "size_", type=click.Choice(list(SIZES)), help="Size of a random model.")
+@click.option("--threads", type=click.IntRange(1, 512), default=1, show_default=True, help="Per server.")
 @click.option("--compile/--eager", "compiled", default=False, show_default=True, help="Compile the model.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
 def main(model: Path | None, size_: str | None, threads: int, compiled: bool, seed: int) -> None:
     if model is not None and size_ is not None:
-        raise click.UsageError("--model and --size: give one of the two")
+        raise click.UsageError("--model and --size: expected only one of the two")
     out = console()
     folder = model or (random_model(size_) if size_ else EXAMPLE / "model")
     if not (folder / "config.json").is_file():

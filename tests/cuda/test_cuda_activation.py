@@ -184,14 +184,14 @@ REFUSED = [
     (
         "speculative_config",
         SimpleNamespace(method="medusa"),
-        "speculative decoding by 'medusa' is not supported on CUDA, where it was never run with "
-        "records: expected one of ngram, suffix, draft_model, eagle, eagle3, mtp",
+        "speculative decoding by 'medusa' is not tested with records on CUDA: "
+        "expected one of ngram, suffix, draft_model, eagle, eagle3, mtp",
     ),
     (
         "speculative_config",
         SimpleNamespace(method="eagle"),
-        "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA: mtp was "
-        "tested with linear layers, other drafts with full attention alone; expected one of ngram, suffix",
+        "speculative decoding by 'eagle' of Qwen3_5ForCausalLM is not supported on CUDA: mtp is tested "
+        "with linear layers, other methods with full attention only; expected one of ngram, suffix",
     ),
     (
         "kv_transfer_config.kv_connector_extra_config",

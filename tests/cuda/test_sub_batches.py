@@ -96,7 +96,7 @@ def test_requests_that_decode_with_drafts_are_described_as_vllm_would(
 
 
 def test_a_request_with_drafts_is_never_left_out() -> None:
-    with pytest.raises(RuntimeError, match="3 requests decode with drafts, of which records take part in 1"):
+    with pytest.raises(RuntimeError, match="3 requests decode with drafts, but the rows hold only 2 of"):
         compare(
             *(HypicCUDAGatedDeltaNet, GDNAttentionMetadataBuilder, DRAFTING, [0, 2, 4], 0),
             drafts=DRAFTS,

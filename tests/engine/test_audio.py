@@ -84,7 +84,7 @@ def test_audio_in_a_video_is_refused(start_engine: EngineFactory, saved: Saver) 
     """Its tokens and the video's stand in one another; without segments the engine answers."""
     engine = start_engine(saved(MODELS[1].save), **ARGS)
     assert len(engine.call(generate_interleaved, False)) == 8
-    with pytest.raises(EngineError, match="lies in the input before it, as with use_audio_in_video"):
+    with pytest.raises(EngineError, match="lies inside the preceding input, as with use_audio_in_video"):
         engine.call(generate_interleaved, True)
 
 

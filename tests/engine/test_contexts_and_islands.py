@@ -285,7 +285,7 @@ def test_other_weights_are_refused(
     (other / "config.json").write_text((other / "config.json").read_text() + "\n")
     options = {"context_file": str(learned)}
     for path, chosen in ((other, options), (hybrid_model, options | {"context": "learned"})):
-        with pytest.raises(EngineError, match="tuned for other weights"):
+        with pytest.raises(EngineError, match="is of other weights: retrain it"):
             module_engine(path, options=chosen)
 
 

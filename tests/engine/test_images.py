@@ -189,7 +189,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ),
     (
         {"mm_processor_cache_gb": 0},
-        "image inputs need digests, which vLLM makes for its caches only: "
+        "image inputs need hashes, which vLLM computes for its caches only: "
         "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0",
     ),
     (

@@ -25,7 +25,7 @@ BLOOM = {"num_hidden_layers": 2, "n_layer": 2, "n_head": 4, "tie_word_embeddings
 LONGROPE: dict[str, Any] = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
 LONGROPE |= {"original_max_position_embeddings": 2048, "partial_rotary_factor": 1.0}
 PHI3 = {"original_max_position_embeddings": 2048, "head_dim": 64, "hidden_size": 256, "num_hidden_layers": 1}
-UNTAPPED = r"layers\.0\.self_attn\.attn rotates K by a rotary embedding that the plugin cannot tap"
+UNTAPPED = r"layers\.0\.self_attn\.attn rotates K by a rotary embedding that hypic cannot observe"
 REFUSED = {
     "alibi": ("Bloom", BLOOM, r"h\.0\.self_attention\.attn: ALiBi"),
     "rank": ("DeepseekV2", ONE_LATENT | {"kv_lora_rank": 256}, "latent attention with rows of 320"),

@@ -87,8 +87,8 @@ def test_a_fault_that_does_not_fit_is_named(text: str, times: int) -> None:
     ("more", "says"),
     [
         ({}, "sign-flipped: another fault has this name"),
-        ({"name": "other", "new": "a - b"}, "other: expected another new text"),
-        ({"name": "two", "tests": []}, "two: expected another new text than the old one, and at least one"),
+        ({"name": "other", "new": "a - b"}, "other: expected a new text that differs"),
+        ({"name": "two", "tests": []}, "two: expected a new text that differs from old, and at least one"),
         ({"name": "other", "lines": 3}, "other: expected name, file, old, new and tests"),
         ({"name": "", "tests": []}, "number 2: "),  # without a name
     ],

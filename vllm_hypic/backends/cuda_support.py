@@ -50,8 +50,8 @@ def _device(config: VllmConfig) -> Iterator[str]:
 def _parallelism(config: VllmConfig) -> Iterator[str]:
     parallel = config.parallel_config
     for name, why in (
-        ("decode_context_parallel_size", "as records are not divided among ranks"),
-        ("prefill_context_parallel_size", "as a request's rows must be on one rank"),
+        ("decode_context_parallel_size", "as each rank holds all tokens of a record"),
+        ("prefill_context_parallel_size", "as one rank must hold all rows of a request"),
     ):
         if (given := getattr(parallel, name)) > 1:
             yield f"{name}={given}: expected 1, {why}"
@@ -61,7 +61,7 @@ def _parallelism(config: VllmConfig) -> Iterator[str]:
             "would run every step together; run one server per replica"
         )
     if parallel.use_ubatching:
-        yield "micro-batches (--enable-dbo, --ubatch-size) are not supported, as whole passes are composed"
+        yield "micro-batches (--enable-dbo, --ubatch-size) are not supported: hypic composes whole passes"
 
 
 def _model(config: VllmConfig) -> Iterator[str]:
@@ -81,7 +81,7 @@ def _model(config: VllmConfig) -> Iterator[str]:
         )
     multimodal = model.multimodal_config
     if multimodal is not None and multimodal.video_pruning_rate:
-        yield "--video-pruning-rate is not supported, as it moves positions inside a pass; drop it"
+        yield "--video-pruning-rate is not supported, as pruning moves positions in a pass; drop the option"
 
 
 def _drafts(config: VllmConfig) -> Iterator[str]:
@@ -91,18 +91,18 @@ def _drafts(config: VllmConfig) -> Iterator[str]:
     by = f"speculative decoding by {speculative.method!r}"
     if speculative.method not in DRAFTING_MODELS:
         yield (
-            f"{by} is not supported on CUDA, where it was never run with records: "
+            f"{by} is not tested with records on CUDA: "
             f"expected one of {', '.join(LOOKED_UP + DRAFTING_MODELS)}"
         )
     if model.use_mla or (model.is_hybrid and speculative.method != "mtp"):
         yield (
-            f"{by} of {model.architecture} is not supported on CUDA: mtp was tested with linear "
-            f"layers, other drafts with full attention alone; expected one of {', '.join(LOOKED_UP)}"
+            f"{by} of {model.architecture} is not supported on CUDA: mtp is tested with linear layers, "
+            f"other methods with full attention only; expected one of {', '.join(LOOKED_UP)}"
         )
     if config.scheduler_config.async_scheduling:
         yield (
-            f"{by} with --async-scheduling is not supported: only the GPU then knows how many drafts were "
-            "accepted, and the positions of composed requests depend on that; drop it"
+            f"{by} with --async-scheduling is not supported: positions of composed requests depend on the "
+            "number of accepted drafts, which only the GPU knows; drop --async-scheduling"
         )
 
 
@@ -122,7 +122,7 @@ def _caches(config: VllmConfig) -> Iterator[str]:
     elif cache.cache_dtype not in ("auto", "bfloat16", "float16"):
         yield f"{given}: expected auto, bfloat16, float16, fp8 or fp8_e4m3"
     if (state := config_of(config).state_dtype) != "float32":
-        yield f"hypic config: state_dtype={state}: expected float32, the only type that was run on GPUs"
+        yield f"hypic config: state_dtype={state}: expected float32 on CUDA"
     if cache.use_replayssm:
         yield "replayed SSM states (use_replayssm) are not supported"
 
@@ -134,17 +134,17 @@ def _execution(config: VllmConfig) -> Iterator[str]:
     sizes = _gdn_heads(config)
     if backend == "flashinfer" and sizes is not None and sizes != FLASHINFER_HEADS:
         yield (
-            f"gdn_prefill_backend='flashinfer' with linear heads of {sizes[0]} and {sizes[1]}: its kernels "
-            "are made for heads of 128 and write past the end of others; use 'triton'"
+            f"gdn_prefill_backend='flashinfer' with linear heads of {sizes[0]} and {sizes[1]}: the kernels "
+            "need heads of 128 and write past the end of other heads; use 'triton'"
         )
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         # vLLM itself sets this variable for some models and for VLLM_BATCH_INVARIANT=1.
         yield (
-            "VLLM_USE_BREAKABLE_CUDAGRAPH=1: the plugin was never run in such graphs, and not all of its "
-            "operators break them; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=1: no test runs the plugin in breakable CUDA graphs, and some "
+            "operators do not break graphs; set VLLM_USE_BREAKABLE_CUDAGRAPH=0"
         )
     if envs.VLLM_ENABLE_STARTUP_PLAN:
-        yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that vLLM stores leave out the public pool; unset it"
+        yield "VLLM_ENABLE_STARTUP_PLAN=1: the sizes that vLLM stores leave out the pool; unset the variable"
 
 
 def choose_gdn_prefill(config: VllmConfig) -> None:

@@ -165,19 +165,19 @@ def _link(
     ``zero``, ``again``: calls of two equal runs at position 0; ``moved``: the call at ``positions``."""
     if zero is None or again is None or moved is None:
         raise Unsupported(
-            f"hypic: layer {name} was not reached by the start-up probe, so its rotary embedding is unknown"
+            f"hypic: the start-up probe did not reach layer {name}, so its rotary embedding is unknown"
         )
     tolerance = _TOLERANCE[moved.key.dtype]
     if not (noise := _error(again.key, zero.key)) <= _NOISE * tolerance:
         raise Unsupported(
-            f"hypic: layer {name}: K of two equal runs differs by {noise:.1e}, too much to see a rotary "
-            "embedding beside it"
+            f"hypic: layer {name}: K of two equal runs differs by {noise:.1e}, too much to detect a rotary "
+            "embedding"
         )
     if _alike(moved.key, zero.key, again.key):
         return None  # NoPE: K does not depend on positions, even if a rope ran before the layer
     rope, raw, rotated = moved.rope, moved.raw, moved.rotated
     if rope is None or raw is None or rotated is None:
-        raise Unsupported(f"hypic: layer {name} rotates K by a rotary embedding that the plugin cannot tap")
+        raise Unsupported(f"hypic: layer {name} rotates K by a rotary embedding that hypic cannot observe")
     kind, shape = type(rope).__name__.removeprefix("Hypic"), moved.key.shape
     if not torch.equal(rotated.view(shape), moved.key):
         raise Unsupported(f"hypic: layer {name} changes K after {kind}, so K cannot be stored unrotated")

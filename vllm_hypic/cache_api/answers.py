@@ -168,7 +168,7 @@ class CacheStats(msgspec.Struct, frozen=True):
     """Numbers of the whole engine, all tenants together."""
 
     tiers: Annotated[
-        dict[str, dict[str, float]], _says("Numbers of the pool and of each tier, by the tier's name.")
+        dict[str, dict[str, float]], _says("Statistics of the pool and of each tier, by the tier's name.")
     ]
     segments: Annotated[int, _says("Number of compiled segments.")]
     registry: Annotated[Literal["memory", "file"], _says("`memory`, or `file`, where ids survive a restart.")]

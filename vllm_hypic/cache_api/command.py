@@ -204,7 +204,7 @@ def delete(session: _Session, segment_ids: tuple[str, ...]) -> None:
 @cache.command("stats")
 @_command
 def stats(session: _Session) -> None:
-    """Print numbers of the tiers, over all tenants."""
+    """Print statistics of the pool and of each tier, over all tenants."""
     found = session.cache.stats()
     if session.as_json:
         print_json(to_builtins(found))

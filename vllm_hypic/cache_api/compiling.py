@@ -73,7 +73,7 @@ async def _from_tokens(tokens: list[int], leading: bool, control: Control, rende
     first = await renderer.prompt_start("")
     if tokens[: len(first)] != first:
         raise HTTPException(
-            400, f"tokens: a leading segment begins with {first}, which the tokenizer puts before every text"
+            400, f"tokens: expected a leading segment to begin with {first}, as every prompt does"
         )
     return Compilable(Place.PROMPT, tokens, bare_from=len(first))
 
@@ -84,7 +84,7 @@ def _checked_text(name: str, text: str, control: Control) -> str:
     most = control.max_model_len * control.max_chars_per_token
     if len(text) > most:
         raise HTTPException(
-            400, f"{name} has {len(text)} characters: no text of more than {most} fits max_model_len"
+            400, f"{name} has {len(text)} characters: expected at most {most}, as max_model_len allows"
         )
     if control.literal:
         return text

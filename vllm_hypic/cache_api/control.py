@@ -63,7 +63,7 @@ def unsupported(engine: EngineClient) -> str | None:
         if getattr(parallel, name) and parallel.data_parallel_size > 1:
             return (
                 f"{name} with data_parallel_size={parallel.data_parallel_size}: this server does not reach "
-                "all replicas; let vLLM balance between them, or run servers without data parallelism"
+                "all replicas; let vLLM balance the load, or run servers without data parallelism"
             )
     return None
 

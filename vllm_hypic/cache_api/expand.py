@@ -92,7 +92,7 @@ def expand(
     changed = _rewrite(chat, body, written, literal)
     if body.get("truncate_prompt_tokens") and hidden:
         raise MisplacedId(
-            f"truncate_prompt_tokens cannot be combined with {hidden[0]}; leave truncate_prompt_tokens out"
+            f"truncate_prompt_tokens cannot be combined with {hidden[0]}: leave truncate_prompt_tokens out"
         )
     return changed
 
@@ -112,9 +112,9 @@ def _hidden(pieces: list[Piece], contents: Mapping[str, Content], literal: bool)
     """Yield the pieces that are not written as their own text, each with the reason."""
     for piece in pieces:
         if isinstance(piece, SegmentId) and contents[piece.value].text is None:
-            yield f"segment {piece.value!r}, which was compiled from tokens: compile it from text"
+            yield f"segment {piece.value!r}, which was compiled from tokens"
         elif literal and not isinstance(piece, str):
-            yield "parts of separators and segments, which literal text does not show"
+            yield "parts that mark separators and segments, while text is literal"
 
 
 def _expanded(
@@ -162,10 +162,10 @@ def _check_leading(segment_id: str, place: Place, *, chat: bool, at_start: bool)
             f"compile it from {needed}, or with role 'interior'"
         )
     if not at_start:
-        where = "its first message" if chat else "its prompt"
+        where = "a chat's first message" if chat else "a prompt"
         raise MisplacedId(
-            f"segment {segment_id!r} was compiled as the leading one: it must be the first thing in {where}; "
-            "for other places compile it with role 'interior'"
+            f"segment {segment_id!r} is a leading segment: expected at the start of {where}; "
+            "for other places compile the segment with role 'interior'"
         )
 
 

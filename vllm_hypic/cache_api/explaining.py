@@ -92,5 +92,5 @@ def _validated(kind: type[ChatCompletionRequest | CompletionRequest], body: dict
         raise HTTPException(400, "use_beam_search=true: expected a request without beam search")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        raise HTTPException(400, f"prompt: {len(prompt)} prompts; expected one")
+        raise HTTPException(400, f"prompt: expected one prompt, got {len(prompt)}")
     return wanted

@@ -223,7 +223,7 @@ class CommandHandler:
                 self._name_weights(name)
                 return Weights(name)
             case Compile() | Explain():
-                raise TypeError(f"{type(command).__name__}: the scheduler itself has the answer")
+                raise TypeError(f"{type(command).__name__}: only the scheduler answers this command")
 
     def compiled(
         self, command: Compile, tokens: list[int], key: SegmentKey | None, salt: str | None
@@ -251,7 +251,7 @@ class CommandHandler:
         self._set_ttl(owner, entry.id, command.ttl_s)
         if command.pin:
             if key is None:
-                return _refused_pin(entry, "it has no record: it is too short, or too long for the pool")
+                return _refused_pin(entry, "a segment too short, or too long for the pool, has no record")
             try:
                 self._records.pin_record(key, len(tokens), leading=command.place.leading, tenant=entry.owner)
             except ValueError as e:

@@ -83,8 +83,8 @@ class CompileRequest(_Request):
     )
     message: MessagePart | None = Field(
         default=None,
-        description="Chat message of the segment. A leading segment is compiled with what the chat template "
-        "puts around the message; an interior segment is the message's content.",
+        description="Chat message of the segment. A leading segment is compiled with the text that the chat "
+        "template puts around the message; an interior segment is the message's content.",
     )
     role: Role | None = Field(
         default=None,
@@ -113,7 +113,7 @@ class ChangeRequest(_Request):
     """What to change; what is left out stays."""
 
     pinned: bool | None = Field(
-        default=None, description="Pin or unpin the record; pinning computes a record that is gone again."
+        default=None, description="Pin or unpin the record; pinning recomputes an evicted record."
     )
     ttl_s: Ttl = None
     cache_salt: CacheSalt = None
@@ -169,8 +169,8 @@ def encoded(found: msgspec.Struct) -> Response:
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the entries in a route's ``responses`` for errors."""
     says = {
-        400: "A value is not allowed; the message names it.",
-        404: "The id is unknown or has expired; the message names it.",
+        400: "A value is not allowed; the message names the value.",
+        404: "The id is unknown or has expired; the message names the id.",
         409: "The record cannot be pinned, or the tenant has too many segments.",
         501: "The engine is not configured for the route; the message says why.",
         503: "The engine or the segment registry cannot answer now.",

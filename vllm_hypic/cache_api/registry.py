@@ -197,7 +197,7 @@ class SegmentRegistry:
         if entries >= self._most:
             raise TooManySegments(
                 f"this tenant has {entries} segments: expected at most {self._most} (max_tenant_segments); "
-                "delete some, or give them a time to live"
+                "delete segments, or give segments a time to live"
             )
 
     def get(self, owner: str, segment_id: str) -> Entry | None:

@@ -59,4 +59,4 @@ def claim_file(folder: Path, namespace: str, replica: int = 0) -> RegistryFile:
             os.close(lock)
             raise
         return RegistryFile(path, lock)
-    raise OSError(f"{folder}: {_MOST} engines use this folder already; choose another")
+    raise OSError(f"{folder}: {_MOST} engines use this folder already; choose another folder")

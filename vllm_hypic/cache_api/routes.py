@@ -193,21 +193,21 @@ async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt
     return encoded(await control.send(Delete(segment_id), Segment, _salt(header)))
 
 
-@router.get("/stats", responses=answer(CacheStats) | error_answers(503), summary="Numbers of the tiers")
+@router.get("/stats", responses=answer(CacheStats) | error_answers(503), summary="Statistics of the tiers")
 async def stats(control: ControlOf) -> Response:
-    """Answer with numbers of the pool and of each tier, over all tenants."""
+    """Answer with statistics of the pool and of each tier, over all tenants."""
     return encoded(await control.send(Report(), CacheStats, None))
 
 
 @router.get(
-    "/describe", responses=answer(Description) | error_answers(501, 503), summary="What a router must know"
+    "/describe", responses=answer(Description) | error_answers(501, 503), summary="Description for routers"
 )
 async def describe(control: ControlOf) -> Response:
-    """Answer with what a router must know of this server; 501 without the section `segment_parallel`."""
+    """Answer with the server's description for routers; 501 without the section `segment_parallel`."""
     return encoded(await control.send(Describe(), Description, None))
 
 
-@router.get("/health", responses=error_answers(503), summary="Whether commands are answered")
+@router.get("/health", responses=error_answers(503), summary="Health of the cache API")
 async def health(control: ControlOf) -> HealthInfo:
     """Answer 200 when the scheduler has answered a command."""
     await control.send(Report(), CacheStats, None)
@@ -218,7 +218,7 @@ async def health(control: ControlOf) -> HealthInfo:
     "/explain",
     dependencies=[Depends(validate_json_request)],
     responses=answer(Explanation) | error_answers(400, 404, 503),
-    summary="Say what a request would be",
+    summary="Explain a request",
 )
 async def explain(
     body: Annotated[
@@ -229,7 +229,7 @@ async def explain(
     control: ControlOf,
     header: Salt,
 ) -> Response:
-    """Answer with the parts of a request's prompt, their records, and what the engine would compute now.
+    """Answer with the parts of a request's prompt, their records, and the tokens left to compute.
 
     The server renders, cuts and plans the request as usual, but neither runs nor caches anything.
     """
@@ -239,9 +239,9 @@ async def explain(
     return encoded(await control.explain(found.prompt, found.params, found.lora))
 
 
-@router.get("/explain", response_class=HTMLResponse, summary="A page to explain requests with")
+@router.get("/explain", response_class=HTMLResponse, summary="Page that explains requests")
 async def explain_page() -> Response:
-    """A page that sends what is typed there to `POST /v1/hypic/explain`; the page itself holds no data.
+    """Page that sends the request typed there to `POST /v1/hypic/explain`; the page itself holds no data.
 
     The same page is at `/hypic/explain`, where the server asks for no API key.
     """
@@ -257,7 +257,7 @@ page_router.add_api_route("/hypic/explain", explain_page, response_class=HTMLRes
     "/weights",
     dependencies=[Depends(validate_json_request)],
     responses=answer(Weights) | error_answers(400, 503),
-    summary="Say which weights these are",
+    summary="Name the weights",
 )
 async def name_weights(body: WeightsRequest, control: ControlOf) -> Response:
     """Name the engine's weights after a reset: servers with equal names share records again.

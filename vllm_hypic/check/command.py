@@ -98,12 +98,12 @@ def _show(found: Findings) -> None:
     each = sum(kind.segment_bytes for kind in found.kinds)
     click.echo(
         f"Served. A segment of {found.segment_tokens:,} tokens takes {size(each)}; "
-        f"a pool of {size(found.pool_bytes)} holds {found.segments:,} of them."
+        f"a pool of {size(found.pool_bytes)} holds {found.segments:,} segments."
     )
     if windowed := [kind for kind in found.kinds if kind.before_window_bytes]:
         before = size(sum(kind.before_window_bytes for kind in windowed))
         layers = sum(kind.layers for kind in windowed)
         click.echo(
-            f"{before} of that are rows before the last window of {layers} layers: islands, and segments "
+            f"{before} are rows before the last window of {layers} layers: islands, and segments "
             "with equal beginnings, may start anywhere and read these rows."
         )

@@ -61,8 +61,8 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
         )
     if speculative.method not in LOOKED_UP + BY_A_MODEL:
         return (
-            f"speculative decoding by {speculative.method!r} was never run with records, which its drafts "
-            f"may have to read and fill: expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
+            f"speculative decoding by {speculative.method!r} is not tested with records: "
+            f"expected one of {', '.join(LOOKED_UP + BY_A_MODEL)}"
         )
     if speculative.method in BY_A_MODEL and (reason := _refusal_of_model(config)) is not None:
         return f"speculative decoding by {speculative.method!r}: {reason}"
@@ -76,9 +76,9 @@ def refusal(config: VllmConfig, *, keeps_states: bool = False, on_cpu: bool = Tr
     if model.is_hybrid and speculative.method in OF_ITS_OWN and speculative.method not in tried:
         others = "; ".join(f"{name}: {', '.join(methods)}" for name, methods in DRAFTED_FOR.items())
         return (
-            f"speculative decoding by {speculative.method!r} of {model.architecture} was never run: expected "
+            f"speculative decoding by {speculative.method!r} of {model.architecture} is not tested: expected "
             f"one of {', '.join((*LOOKED_UP, 'mtp', *tried))} (with linear layers, "
-            f"other methods were run only for {others})"
+            f"other methods are tested only for {others})"
         )
     if model.use_mla and on_cpu:
         return (
@@ -94,11 +94,11 @@ def _refusal_of_model(config: VllmConfig) -> str | None:
     assert speculative is not None
     drafting = speculative.draft_model_config
     if speculative.parallel_drafting:
-        return "parallel_drafting is not supported, as it adds rows that stand for no token; drop it"
+        return "parallel_drafting is not supported, as its rows stand for no token; drop the option"
     if speculative.disable_padded_drafter_batch:
-        return "disable_padded_drafter_batch is not supported, as it leaves rows out; drop it"
+        return "disable_padded_drafter_batch is not supported, as the batch lacks rows; drop the option"
     if speculative.method == "mtp" and drafting.architecture not in PREDICTORS:
-        return f"the head {drafting.architecture} was never run: expected one of {', '.join(PREDICTORS)}"
+        return f"the head {drafting.architecture} is not tested: expected one of {', '.join(PREDICTORS)}"
     of_both = {model.uses_mrope, drafting.uses_mrope}
     if of_both != {False} and not (of_both == {True} and speculative.method in BY_A_HEAD):
         return "M-RoPE is not supported, unless the model and its head (eagle, eagle3, mtp) both use M-RoPE"

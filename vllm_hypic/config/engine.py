@@ -62,12 +62,12 @@ class HypicConfig(ConfigSection):
     """
 
     link: Annotated[str, SkipValidation, Form("a link method")] = "hypic"
-    """Link method of requests that name none."""
+    """Link method of requests that name no link method."""
     seam_tokens: Annotated[int, SkipValidation, Form(f"an integer from 0 to {MAX_SEAM_TOKENS}")] = 8
     """Seam window ``w`` of the link methods ``hypic`` and ``naive``: tokens recomputed on either side of a
     segment boundary."""
     context: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *CONTEXTS))}")] = AUTO
-    """What segments are computed behind, in requests that name no context. ``auto`` is ``text`` with the link
+    """Context of segments, in requests that name no context. ``auto`` is ``text`` with the link
     method ``hypic`` on models of softmax attention alone whose tokenizer can be read, or ``learned`` where
     ``context_file`` is a trained context; elsewhere ``auto`` is ``none``."""
     islands: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *ISLANDS))}")] = AUTO
@@ -104,7 +104,7 @@ class HypicConfig(ConfigSection):
     transitions."""
     expected_live_heads: Part = 0.5
     """Share of linear-attention heads with a transition to store at a segment's end, at which the memory for
-    transitions runs out together with pages and slots. Long segments and forgetful models have fewer."""
+    transitions runs out together with pages and slots. Long segments and fast decay leave fewer heads."""
     dead_transition: Share = 2.0**-25
     """A transition whose largest entry is at most this number counts as zero: the engine neither stores nor
     applies the transition. The default is the largest number that rounds to zero in storage."""
@@ -125,12 +125,12 @@ class HypicConfig(ConfigSection):
     max_tenant_segments: Positive = 10_000
     """Most compiled segments, each with an id, that one tenant may have."""
     segment: SegmentingConfig = field(default_factory=SegmentingConfig)
-    """How the engine finds segments in prompts without separators."""
+    """Search for segments in prompts without separators."""
     segment_parallel: SegmentParallelConfig | None = None
     """Addresses at which the engine receives records of other instances; with ``null`` the engine neither
     sends nor receives records."""
     gate: GateConfig = field(default_factory=GateConfig)
-    """What the engine asks of the model's sign-off when it starts."""
+    """Requirements on the model's sign-off at the engine's start."""
     token_texts: Annotated[PrimitiveTexts, PlainValidator(_texts), Form("an object")] = field(
         default_factory=PrimitiveTexts
     )

@@ -21,4 +21,4 @@ class GateConfig(ConfigSection):
     folder: PathText | None = None
     """Folder of sign-offs; with ``null`` the folder that ``vllm-hypic gate`` writes to by default."""
     choose: Annotated[StrictBool, Allowed("true or false")] = False
-    """Serve with the cheapest context and islands that are signed off as go, not with the configured ones."""
+    """Serve with the cheapest context and islands signed off as go, not with ``context`` and ``islands``."""

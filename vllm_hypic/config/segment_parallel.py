@@ -104,7 +104,7 @@ class SegmentParallelConfig(ConfigSection):
     """Address at which the engine receives records of other instances. With several ranks the first rank
     listens here, and the others at the ports that follow."""
     events: Url
-    """Address at which the engine publishes changes of what it caches."""
+    """Address at which the engine publishes changes of its cached records."""
     advertise: Url | None = None
     """Address of the receiver that other instances use: behind NAT, or where ``listen`` binds all interfaces.
     With ``null`` other instances use ``listen``."""
@@ -118,9 +118,9 @@ class SegmentParallelConfig(ConfigSection):
     """Longest time that a request waits for records of other instances, in seconds."""
     max_awaited_fraction: Annotated[Number, Field(ge=0, le=1), Allowed("a number from 0 to 1")] = 0.5
     """Share of the pool in which the engine awaits records of other instances; further records are computed
-    here. One request alone may await all that it needs."""
+    here. A request that waits alone may await all its records."""
     transport: Annotated[Literal["tcp", "nixl"], Allowed("tcp or nixl")] = "tcp"
-    """``tcp``, or ``nixl``: records travel over NIXL between two instances that both say so."""
+    """``tcp``, or ``nixl``: records travel over NIXL between two instances that both set ``nixl``."""
     nixl_bytes: Annotated[
         StrictInt,
         Field(ge=1 << 20, le=1 << 40),
@@ -132,7 +132,7 @@ class SegmentParallelConfig(ConfigSection):
         listen = self._served("listen", self.listen, "advertise", self.advertise)
         events = self._served("events", self.events, "advertise_events", self.advertise_events)
         if listen.port == events.port and (listen.host == events.host or listen.wildcard or events.wildcard):
-            refuse("events", self.events, f"another port than that of listen={self.listen!r}")
+            refuse("events", self.events, f"a port other than the port of listen={self.listen!r}")
 
     def _served(self, field: str, bound: str, told_field: str, told: str | None) -> Address:
         """The address bound, once it and what others are told of it are found to be in order."""

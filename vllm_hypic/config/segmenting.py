@@ -33,7 +33,7 @@ class SegmentingConfig(ConfigSection):
     patterns: Annotated[tuple[Text, ...], AfterValidator(_known), Form("a list of names or patterns")] = (
         *("documents", "json-lines", "rules", "titles", "indents", "blank-lines"),
     )
-    """Cuts of the mode ``text``, the preferred ones first: names of presets, or patterns of RE2. A group
+    """Cuts of the mode ``text``, in order of preference: names of presets, or patterns of RE2. A group
     named ``segment`` is a segment; any other pattern cuts at its first group that matches, or else behind the
     match."""
     min_tokens: Positive = 128

@@ -97,11 +97,11 @@ class DiskConfig(TierConfig):
     bytes: Size
     """Budget of the tier: bytes of records, without the file system's blocks."""
     durable: Annotated[StrictBool, Allowed("true or false")] = True
-    """Records survive a power cut (``fsync``). With false they survive a killed process only."""
+    """Records survive a power cut (``fsync``). With false records survive a killed process only."""
     shared: Shared = False
     """Other engines use the folder, too, and records of segment parallelism may travel through it. Every
-    look-up then reads from the file system; without this option the engine finds what the folder held at the
-    start and what itself wrote."""
+    look-up then reads from the file system; without this option the engine finds its own records,
+    and the records that the folder held at the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def _tier(given: object) -> TierConfig:
     if "shared" in values and "shared" not in [f.name for f in fields(made)]:
         able = "a tier that other engines can reach (disk, redis, or lmcache with url)"
         refuse("shared", values["shared"], able)
-    return adapter(made).validate_python(checked(made, values, f"the {kind} tier needs it"))
+    return adapter(made).validate_python(checked(made, values, f"the {kind} tier needs a value"))
 
 
 def _room(tier: TierConfig) -> int:
@@ -206,12 +206,12 @@ class StoreConfig(ConfigSection):
     ] = ()
     """Tiers behind the pool, fastest first; without tiers, records live in the pool alone."""
     eviction: Annotated[Literal["flop-aware", "lru"], Allowed()] = "flop-aware"
-    """Policy that chooses what a full ``memory`` or ``disk`` tier, and the pool, evicts first."""
+    """Policy that chooses the records that the pool, or a full ``memory`` or ``disk`` tier, evicts first."""
     admission: Annotated[Literal["cache-value", "always"], Allowed()] = "cache-value"
-    """``cache-value`` keeps a record only if it is worth more than what it would evict; ``always`` keeps
-    every record."""
+    """``cache-value`` keeps a record only if its cache value exceeds that of the records to evict;
+    ``always`` keeps every record."""
     deadline_s: Seconds = 5.0
-    """Longest time in which all tiers together fetch a record; after that the segment is computed."""
+    """Longest time in which all tiers together fetch a record; after this time the segment is computed."""
     queue_bytes: Size = 512 << 20
     """Memory for records on their way to the tiers. While the queue is full, new records are not stored."""
     ttl_s: Seconds | None = None

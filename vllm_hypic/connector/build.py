@@ -150,8 +150,8 @@ def warn_of_little_room(side: SchedulerSide) -> None:
     if not most.covers(needed):
         logger.warning(
             "a segment of expected_segment_tokens=%d tokens takes %d bytes of the pool, but a request may "
-            "take %d: each request computes longer segments again; raise pool_bytes, max_request_fraction "
-            "or max_tenant_fraction, or lower expected_segment_tokens",
+            "take only %d: requests do not reuse segments beyond this limit; raise pool_bytes, "
+            "max_request_fraction or max_tenant_fraction, or lower expected_segment_tokens",
             tokens,
             geometry.bytes_of(needed),
             geometry.bytes_of(most),
@@ -201,7 +201,7 @@ def _require_weights_of(context: LearnedContext, vllm_config: VllmConfig) -> Non
     model = vllm_config.model_config
     digest = weights_digest(model.model, model.revision, vllm_config.load_config.download_dir)
     if digest != context.model:
-        raise ConfigError(f"hypic config: context_file={str(context.path)!r} was tuned for other weights")
+        raise ConfigError(f"hypic config: context_file={str(context.path)!r} is of other weights: retrain it")
 
 
 def _open_transfer(config: SegmentParallelConfig, codec: RecordCodec) -> TransferLink:

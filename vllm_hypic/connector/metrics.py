@@ -11,12 +11,12 @@ from ..primitives.segmenter import SEGMENT_MODES
 COUNTERS = {
     "requests": "Requests with segments or padding, or with a prefix that the pool records.",
     "segments_queried": "Segments that requests looked up in the pool.",
-    "segments_hit": "Segments found in the pool, in a tier, or among those that are being computed.",
+    "segments_hit": "Segments found in the pool, in a tier, or in a computation under way.",
     "segments_computed": "Segments that the engine computed; each takes one internal segment request.",
     "segments_loaded": "Segments fetched from the store's tiers; segments_hit counts them, too.",
     "segments_received": "Segments received from other instances.",
     "segments_received_nixl": "Segments received from other instances over NIXL; the rest came over TCP.",
-    "segments_not_received": "Segments that a request awaited from other instances in vain.",
+    "segments_not_received": "Segments that requests awaited from other instances and that did not arrive.",
     "segments_pushed": "Segments delivered to other instances, or to a tier shared with them.",
     "segments_unpushed": "Segments that could not be delivered to another instance or to a shared tier.",
     "tokens_reused": "Prompt tokens read from records.",
@@ -38,8 +38,8 @@ MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separator
 """Ways to find segments: ``segment`` modes, names by tokens, separators; or a prefix is the only segment."""
 MODE_COUNTERS = {
     "requests": "Requests with segments.",
-    "tokens_reused": "Prompt tokens of these requests read from records.",
-    "tokens_computed": "Prompt tokens of these requests computed, their missing segments included.",
+    "tokens_reused": "Prompt tokens of requests with segments, read from records.",
+    "tokens_computed": "Prompt tokens computed for requests with segments, their missing segments included.",
     **PIECE_COUNTS,
 }
 STORE_COUNTERS = {
@@ -52,7 +52,7 @@ STORE_GAUGES = {
     "inflight": "Records that the store fetches from tiers now.",
 }
 TIER_COUNTERS = {
-    "hits": "Records found in the tier, sound, and used.",
+    "hits": "Intact records found in the tier and used.",
     "misses": "Records that the tier did not have. Only a miss of the faster tiers asks a slower tier.",
     "corrupt": "Damaged or foreign objects found in the tier and deleted.",
     "stored": "Records written to the tier.",
@@ -68,7 +68,7 @@ TIER_GAUGES = {
     "bytes_used": "Bytes that the tier holds; for Redis and LMCache the memory of the whole server.",
     "bytes_budget": "Byte budget of the tier; 0 means unknown or unlimited.",
     "objects": "Records that the tier holds; 0 for a tier that cannot list them.",
-    "up": "1 while the tier is used, 0 while it is bypassed.",
+    "up": "1 while the store uses the tier, 0 while the store bypasses the tier.",
 }
 TIER_HISTOGRAMS = {
     "read_seconds": "Time of one read from the tier, in seconds.",

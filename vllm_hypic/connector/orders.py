@@ -12,7 +12,7 @@ from enum import Enum
 from ..pool.plans import RecordPlace
 from ..primitives.keys import SegmentKey
 
-OUTDATED = "the caches were emptied meanwhile: the record may be of outdated weights"
+OUTDATED = "the engine reset its caches: the record may come from outdated weights"
 """A reason for a failed delivery."""
 NIXL = "nixl"
 """Route of a record that another instance sent over NIXL."""

@@ -82,7 +82,7 @@ def complete(config: VllmConfig) -> None:
         raise ConfigError(f"--attention-backend hypic: {architecture} is not supported: it has {keeps}")
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
-            "--attention-backend hypic: --kv-sharing-fast-prefill skips rows that segments need; drop it"
+            "--attention-backend hypic: --kv-sharing-fast-prefill skips rows of segments; drop the flag"
         )
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
@@ -277,7 +277,7 @@ def _use_connector(args: EngineArgs, config: HypicConfig) -> None:
     elif transfer is None or named is None:
         args.kv_transfer_config = KVTransferConfig(kv_connector=CONNECTOR, kv_role="kv_both")
     elif named == MULTI and not transfer.kv_connector_extra_config.get("connectors"):
-        raise ConfigError(f"--kv-transfer-config: {MULTI} without connectors: name some, or drop the flag")
+        raise ConfigError(f"--kv-transfer-config: {MULTI} has no connectors: name some, or drop the flag")
     if (transfer := args.kv_transfer_config) is not None and transfer.kv_connector == CONNECTOR:
         transfer.kv_connector_extra_config = config.to_mapping()
 

@@ -133,7 +133,7 @@ class Adapters:
         here = (request.lora_request for request in self._requests())
         if any(o and (o.lora_int_id == lora.lora_int_id or o.lora_path == lora.lora_path) for o in here):
             logger.info(
-                "hypic: the weights of adapter %s changed during its requests: all records are forgotten",
+                "hypic: the weights of adapter %s changed during its requests: the engine drops all records",
                 lora.lora_name,
             )
             self._reset(secrets.token_hex(16))

@@ -49,9 +49,9 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         ):
             # vLLM would also refuse, but its message does not name the pool's options.
             raise ConfigError(
-                f"hypic: {blocks} blocks of states fit beside the pool, but full CUDA graphs need one for "
-                f"each of --max-num-seqs={most} requests: lower --max-num-seqs to {blocks}, or pool_fraction "
-                "or pool_bytes"
+                f"hypic: {blocks} blocks of states fit beside the pool, but full CUDA graphs need a block "
+                f"for each of --max-num-seqs={most} requests: lower --max-num-seqs to {blocks}, or lower "
+                "pool_fraction or pool_bytes"
             )
         super().initialize_kv_cache(kv_cache_config, is_profiling, *args, **kwargs)
         self._counts_twice = is_profiling and self._composes_in_graphs()

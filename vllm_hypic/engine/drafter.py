@@ -55,10 +55,10 @@ class ComposingDrafter:
         if len(groups) > 1:
             speculative = self.speculative_config
             raise ConfigError(
-                f"speculative decoding by {speculative.method!r}: vLLM spreads the {len(layers)} attention "
-                f"layers of the draft model {speculative.model} over {len(groups)} groups of its cache, but "
-                "drafts from one group only: expected a draft model of fewer layers (one layer always fits), "
-                f"or a method of {', '.join(LOOKED_UP)}"
+                f"speculative decoding by {speculative.method!r}: the {len(layers)} attention layers of "
+                f"{speculative.model} lie in {len(groups)} KV cache groups, but vLLM drafts from one group "
+                "only: expected a draft model with fewer layers (one layer always fits), or one of the "
+                f"methods {', '.join(LOOKED_UP)}"
             )
         self._refuse_passes_without_room(kv_cache_config.has_mamba_layers)
         super().validate_same_kv_cache_group(kv_cache_config)  # type: ignore[misc]

@@ -45,8 +45,8 @@ def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
         return
     if forgotten():
         raise RequestRefused(
-            "vLLM did not read the parts and segment ids of this request: it took the prompt from "
-            "kv_transfer_params, or renders this model's chats without the tokenizer; use /v1/completions"
+            "vLLM takes this prompt from kv_transfer_params, or renders this model's chats without the "
+            "tokenizer, so the request's parts and segment ids have no effect; use /v1/completions"
         )
     config = config_of(vllm_config)
     params = request.sampling_params

@@ -76,7 +76,7 @@ def cut(messages: Sequence[Message], ids: list[int], tokenizer: HypicTokenizer) 
             parts = [content.text for content in message.content if isinstance(content, TextContent)]
             parts = parts or [text]  # instructions and tools are one text
             if "".join(parts) != text:
-                raise RequestRefused("harmony alters contents of messages: remove separators and segment ids")
+                raise RequestRefused("harmony alters the text of messages: remove separators and segment ids")
             found += ids[after:start]
             for piece in (piece for part in parts for piece in tokenizer.pieces_of(part)):
                 if isinstance(piece, str):

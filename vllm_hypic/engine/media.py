@@ -36,7 +36,7 @@ def refused_media(features: Sequence[MultiModalFeatureSpec], vllm_config: VllmCo
         return f"{inputs} are not supported by this model: its images attend to later tokens"
     if not processing.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
         return (
-            f"{inputs} need digests, which vLLM makes for its caches only: "
+            f"{inputs} need hashes, which vLLM computes for its caches only: "
             "expected --enable-prefix-caching, or --mm-processor-cache-gb above 0"
         )
     if model.uses_mrope:
@@ -68,7 +68,7 @@ def placed(features: Sequence[MultiModalFeatureSpec]) -> Media:
         at = feature.mm_position
         if media and at.offset < media[-1].stop:
             raise PromptError(
-                f"{feature.modality} at token {at.offset} lies in the input before it, as with "
+                f"{feature.modality} at token {at.offset} lies inside the preceding input, as with "
                 "use_audio_in_video: remove separators and segments"
             )
         media.append(Medium(at.offset, at.offset + at.length, feature.identifier))

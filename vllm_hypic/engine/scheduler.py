@@ -124,7 +124,7 @@ class _HypicMixin(Scheduler):
         if not may_change_weights(method):
             return False
         name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
-        logger.info("hypic: %s may have changed weights: all records are forgotten", name)
+        logger.info("hypic: %s may have changed weights: the engine drops all records", name)
         self.hypic.reset(secrets.token_hex(16))
         self.adapters.forget()
         return True

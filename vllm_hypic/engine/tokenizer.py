@@ -72,7 +72,7 @@ def refuses_model(model_config: ModelConfig) -> str | None:
     if mode in ("hf", TOKENIZER_MODE):
         return None
     return (
-        f"tokenizer mode {mode!r} has no token primitives; use --tokenizer-mode hf if the model has a "
+        f"tokenizer mode {mode!r} has no separator tokens; use --tokenizer-mode hf if the model has a "
         "Hugging Face tokenizer"
     )
 
@@ -368,8 +368,8 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     """
     if not isinstance(tokenizer, (TokenizersBackend, PythonBackend)):
         raise ValueError(
-            f"{type(tokenizer).__name__} is no Hugging Face tokenizer, which token primitives need: "
-            "use --tokenizer-mode hf if the model has one"
+            f"{type(tokenizer).__name__}: separators need a Hugging Face tokenizer: "
+            "use --tokenizer-mode hf if the model has such a tokenizer"
         )
     hidden = tokenizer._hypic_added if isinstance(tokenizer, HypicTokenizer) else frozenset[str]()
     tokenizer = _without_cache(tokenizer)
@@ -377,18 +377,18 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
     for name, text in texts.items():
         if text in vocab and texts.literal:
             raise ValueError(
-                f"{name}={text!r}: is in the vocabulary, so literal text could contain this token; "
-                "choose another"
+                f"{name}={text!r}: the vocabulary holds this text, so literal text could contain the token; "
+                "choose another text"
             )
         if text in vocab:
             shown = tokenizer.decode([vocab[text]])
             if shown != text:
                 raise ValueError(
-                    f"{name}={text!r}: the vocabulary uses this string for {shown!r}; choose another"
+                    f"{name}={text!r}: the vocabulary uses this text for {shown!r}; choose another text"
                 )
         for token in chain(tokenizer.all_special_tokens, tokenizer.get_added_vocab()):
             if text != token and text in token:
-                raise ValueError(f"{name}={text!r}: is part of the model's token {token!r}; choose another")
+                raise ValueError(f"{name}={text!r}: part of the model's token {token!r}; choose another text")
     literal = copy.deepcopy(tokenizer) if texts.literal else None
     added = [text for _, text in texts.items() if text not in vocab]
     tokens = [AddedToken(t, special=True, normalized=False, lstrip=False, rstrip=False) for t in added]
@@ -399,15 +399,15 @@ def with_primitives(tokenizer: HfTokenizer, texts: PrimitiveTexts) -> HypicToken
             token = tokenizer.convert_tokens_to_ids(text)
             if token is None or token in taken:
                 raise ValueError(
-                    f"{type(tokenizer).__name__} cannot take new tokens: {text!r} got the id {token} of "
-                    "another token; configure texts that are in the vocabulary"
+                    f"{type(tokenizer).__name__} cannot take new tokens: {text!r} has the id {token} of "
+                    "another token; configure texts that the vocabulary holds"
                 )
     wrapped = _rebuild(tokenizer, texts, hidden.union(added), literal)
     for token in wrapped("")["input_ids"]:
         if (marker := wrapped.hypic_ids.marker(token)) is not None:
             raise ValueError(
                 f"{marker.value}={texts[marker]!r}: the tokenizer itself puts this token around every text; "
-                "choose another"
+                "choose another text"
             )
     return wrapped
 
@@ -461,7 +461,7 @@ def _without_cache(tokenizer: HfTokenizer) -> HfTokenizer:
     arguments: Sequence[Any] = reduced[1]
     if make is not get_cached_tokenizer:
         raise ValueError(
-            f"{type(tokenizer).__name__} is not a tokenizer of vLLM's mode 'hf': it takes no token primitives"
+            f"{type(tokenizer).__name__} is not a tokenizer of vLLM's mode 'hf', which separators need"
         )
     return arguments[0]
 

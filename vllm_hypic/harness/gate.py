@@ -65,7 +65,7 @@ def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod)
 def require_fresh(answer: Answer, who: str) -> None:
     """Raise :class:`GateFailed` if the answer read tokens from a cache."""
     if answer.cached:
-        raise GateFailed(f"{who} read {answer.cached} tokens from a cache: it should compute all of them")
+        raise GateFailed(f"{who} read {answer.cached} tokens from a cache; expected 0")
 
 
 def first_token_distance(stock: Engine, plain: list[int], other: Engine, ask: Ask) -> Distance:

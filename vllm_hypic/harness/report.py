@@ -251,4 +251,4 @@ def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
                 "(or: pip install matplotlib)"
             ) from e
         if plot_path.suffix != ".png":
-            raise click.UsageError(f"--plot {plot_path}: plots are PNG files, name it {plot_path.stem}.png")
+            raise click.UsageError(f"--plot {plot_path}: plots are PNG files, use {plot_path.stem}.png")

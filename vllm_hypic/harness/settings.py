@@ -74,7 +74,7 @@ def model_context(model: Path) -> int | None:
     try:
         config = json.loads(path.read_text())
     except OSError as e:
-        raise click.UsageError(f"--model {model}: no config.json there, so this is no model's folder") from e
+        raise click.UsageError(f"--model {model}: expected a model's folder, with a config.json") from e
     except ValueError as e:
         raise click.UsageError(f"--model {model}: its config.json is not JSON: {e}") from e
     for part in (config, config.get("text_config", {})):

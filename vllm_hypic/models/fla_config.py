@@ -91,7 +91,7 @@ class FlaConfig(PreTrainedConfig):
                 given = getattr(self, name)
                 yield f"{name}={given}: expected a multiple of num_heads={self.num_heads} channels"
         if isinstance(self.attn, list) and len(self.attn) > 1:
-            yield f"attn={self.attn!r}: expected one kind of full attention"
+            yield f"attn={self.attn!r}: expected at most one entry"
         if self.attention is not None:
             yield from self._attention_refusals(self.attention)
 

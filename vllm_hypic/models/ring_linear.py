@@ -85,7 +85,7 @@ def _refusals(config: PreTrainedConfig) -> Iterator[str]:
         yield f"head_dim={config.head_dim}: expected hidden_size / num_attention_heads = {size}"
     partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
     if (beside := getattr(config, "partial_rotary_factor", 1.0)) != partial:
-        yield f"partial_rotary_factor={partial} in rope_parameters, but {beside} outside: expected one value"
+        yield f"partial_rotary_factor={partial} in rope_parameters, {beside} outside: expected equal values"
     rotated = getattr(config, "rotary_dim", None)
     if rotated not in (None, int(size * partial)):
         yield f"rotary_dim={rotated}: expected partial_rotary_factor={partial} of {size}"

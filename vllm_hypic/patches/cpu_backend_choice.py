@@ -71,5 +71,5 @@ def refuse_sparse(asked: Any) -> None:
     if asked.use_sparse:
         raise ConfigError(
             "--attention-backend hypic: sparse attention (an indexer, as DeepSeek-V3.2 has) is not "
-            "supported: records hold none of its keys"
+            "supported: records do not hold the indexer's keys"
         )

@@ -29,7 +29,7 @@ def append(records: StateRecords, slot: int, base: int, dead_transition: float) 
         case ConvRecords():
             pass  # a stretch overwrites the state
         case DiagonalRecords():
-            raise TypeError("the transition follows from the layer's weights")
+            raise TypeError("DiagonalRecords hold no transition to extend")
 
 
 def append_diagonal(state: torch.Tensor, decay: torch.Tensor, slot: int, base: int) -> None:

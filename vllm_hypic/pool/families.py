@@ -121,11 +121,11 @@ GATED_LINEAR = LinearFamily(
 NOT_SERVED = {
     **dict.fromkeys(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-        "convolutions over n-grams of tokens and sparse attention (QSA), of which records hold nothing",
+        "convolutions over n-grams of tokens and sparse attention (QSA), whose data records do not hold",
     ),
     "KimiK3ForConditionalGeneration": (
-        "residuals over layers, and delta attention with gates of full rank, which vLLM has in kernels for "
-        "GPUs alone (Kimi-Linear is served)"
+        "residuals over layers, and delta attention with gates of full rank, for which vLLM has kernels on "
+        "GPUs only (Kimi-Linear is served)"
     ),
 }
 """Models that are refused by name although a family has similar layers, and the reason for each."""

@@ -229,7 +229,7 @@ def divided(sized: PoolGeometry, config: HypicConfig, budget: int) -> PoolGeomet
     if config.min_segment_tokens < least:
         raise ConfigError(
             f"hypic config: min_segment_tokens={config.min_segment_tokens}: expected at least {least}, "
-            "as this model's convolutions reach so far: a shorter segment depends on the text before it"
+            "the reach of this model's convolutions: a shorter segment depends on the text before it"
         )
     space = expected_space(sized, config)
     if not (each := sized.bytes_of(space)):
@@ -339,5 +339,5 @@ def _latent_refusal(spec: MLAAttentionSpec) -> str | None:
     if spec.model_version is not None or spec.tokens_per_state != 1:
         return f"MLA of {spec.tokens_per_state} tokens a row ({spec.model_version})"
     if spec.non_causal_multi_token_decode:
-        return "MLA whose rows see later ones"
+        return "MLA with attention to later tokens"
     return None

@@ -34,13 +34,13 @@ class LearnedRows:
         layers = sorted(geometry.attention, key=lambda a: [int(n) for n in re.findall(r"\d+", a.layer)])
         if geometry.linear:
             raise ConfigError(
-                f"hypic config: context_file={str(context.path)!r}: learned contexts are for models without "
-                "linear-attention layers, whose states they lack; give a context of text"
+                f"hypic config: context_file={str(context.path)!r}: learned contexts hold no states, and "
+                "this model has linear-attention layers; give a context of text"
             )
         if any(isinstance(layer, LatentGeometry) for layer in layers):
             raise ConfigError(
-                f"hypic config: context_file={str(context.path)!r}: learned contexts are K and V, and this "
-                "model's layers keep latents (MLA); give a context of text"
+                f"hypic config: context_file={str(context.path)!r}: learned contexts hold K and V, and "
+                "this model's layers keep latents (MLA); give a context of text"
             )
         key, value = context.tensors()
         shapes = {(a.kv_heads, a.head_size) for a in layers}

@@ -92,7 +92,7 @@ def _checked_text(name: str, text: str, texts: PrimitiveTexts) -> str:
         if marker in text:
             raise ValueError(
                 f"{name} contains {marker!r}, the text of {role}: "
-                "remove it from the text, or configure another text form"
+                "remove it from the text, or set another text in token_texts"
             )
     return text
 

@@ -75,7 +75,7 @@ def pattern(name: str) -> Pattern:
     try:
         return re2.compile(PRESETS.get(name, name))
     except re2.error as e:
-        raise ValueError(f"{name!r} is neither one of {', '.join(PRESETS)} nor a pattern of RE2: {e}") from e
+        raise ValueError(f"{name!r}: expected one of {', '.join(PRESETS)}, or a pattern of RE2: {e}") from e
 
 
 class Marks:

@@ -266,7 +266,7 @@ def _islands(
         return {}
     query = query_of(prompt, cached, find_question)
     if choose is None:
-        raise ValueError(f"{method.islands}: nothing chooses islands")
+        raise ValueError(f"{method.islands}: expected the argument choose_islands")
     interiors = [s.tokens[s.head : s.stop] for s in inside.values()]
     chosen = choose(interiors, query, method.islands.budget(sum(map(len, interiors))))
     return {

@@ -111,7 +111,7 @@ class LinkMethod:
         if not self.use_transition and not (traits.has_linear and traits.has_transition):
             return (
                 f"link method {self.name!r} leaves out the transition of linear-attention layers; this model "
-                "has none. Use 'hypic' or 'block'"
+                "has no transitions. Use 'hypic' or 'block'"
             )
         return None
 
@@ -133,7 +133,7 @@ def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str 
     if context != "none" and (method.dummies or method.anchor):
         raise LinkError(
             f"hypic_context={context!r}: link method {name!r} puts its own tokens before a segment; expected "
-            "'none', or a link method without them, such as 'hypic'"
+            "'none', or a link method without such tokens, like 'hypic'"
         )
     if method.fixed_position and (context != "none" or windows is not None):
         raise LinkError(f"link method {name!r} takes neither a context nor islands: expected 'none' for both")

@@ -34,9 +34,9 @@ COUNTS = {
     "pieces_cut": "Pieces that became segments.",
     "pieces_moved": "Pieces that begin later than their text, because no token begins where the text begins.",
     "pieces_short": "Pieces left out because they are shorter than min_tokens.",
-    "pieces_unlocated": "Pieces left out because the rendered prompt does not have them.",
+    "pieces_unlocated": "Pieces left out because the rendered prompt lacks their text.",
     "pieces_overlapping": "Pieces left out because another piece stands in the same place.",
-    "pieces_unaligned": "Pieces left out because no token begins in them.",
+    "pieces_unaligned": "Pieces left out because no token begins inside.",
     "pieces_surplus": "Pieces left out because the prompt has max_segments segments already.",
     "segment_tokens": "Prompt tokens in segments.",
 }

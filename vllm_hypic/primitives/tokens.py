@@ -12,7 +12,7 @@ from itertools import permutations
 from typing import Any
 
 NO_TOKENIZER = (
-    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give them "
+    "no tokenizer is loaded (skip_tokenizer_init), so the ids of the token primitives are unknown; give ids "
     'in the config: --additional-config \'{"hypic": {"token_ids": {"sep": ..., "pdep": ..., "pad": ...}}}\''
 )
 
@@ -54,7 +54,7 @@ class PrimitiveTexts:
                 raise ValueError(f"{name}={text!r}: not valid Unicode text ({e.reason})") from e
         for (name, text), (other, container) in permutations(self.items(), 2):
             if text == container:
-                raise ValueError(f"{name}={text!r}: {other} has the same text; the three must differ")
+                raise ValueError(f"{name}={text!r}: {other} has the same text; the texts must differ")
             if text in container:
                 raise ValueError(
                     f"{name}={text!r}: is part of {other}={container!r}; no text may contain another"

@@ -32,5 +32,5 @@ class Complaints:
         if len(self._kinds) > _MOST_KINDS:
             self._kinds.popitem(last=False)
         if left_out:
-            message, args = message + " (and %d more like this)", (*args, left_out)
+            message, args = message + " (and %d similar warnings)", (*args, left_out)
         logger.warning(message, *args, exc_info=exc_info)

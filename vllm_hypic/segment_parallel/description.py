@@ -23,34 +23,30 @@ class Description(
 ):
     """One engine process.  What a later version adds is ignored."""
 
-    instance: Annotated[str, Meta(description="Another at every start of the engine.")]
+    instance: Annotated[str, Meta(description="Id of the engine's process, new at every start.")]
     models: Annotated[
         tuple[str, ...],
         Meta(description="Names under which the model is served, without adapters.", min_length=1),
     ]
     namespace: Annotated[
         str,
-        Meta(
-            description="Instances exchange records only if theirs are equal.", min_length=1, max_length=256
-        ),
+        Meta(description="Only instances of one namespace exchange records.", min_length=1, max_length=256),
     ]
     generation: Annotated[
         str,
         Meta(
-            description="Of its weights: only instances with equal ones make the same records; empty: the "
-            "weights that it was started with.",
+            description="Name of the weights: only instances with equal names compute the same records; "
+            "empty: the weights that the server started with.",
             max_length=256,
         ),
     ] = ""
-    receiver: Annotated[str, Meta(description="Where records are received: `tcp://HOST:PORT`.")]
-    events: Annotated[
-        str, Meta(description="Where changes of what is cached are published: `tcp://HOST:PORT`.")
-    ]
+    receiver: Annotated[str, Meta(description="Address of the receiver of records: `tcp://HOST:PORT`.")]
+    events: Annotated[str, Meta(description="Address of the events on cached records: `tcp://HOST:PORT`.")]
     ranks: Annotated[
         int,
         Meta(
-            description="Workers that each have a part of every record; the others receive theirs at the "
-            "ports that follow.",
+            description="Number of ranks; each rank has a part of every record, and rank n receives its "
+            "parts at the receiver's port plus n.",
             ge=1,
             le=4096,
         ),
@@ -72,18 +68,18 @@ class Description(
     min_segment_tokens: _Count
     checkpoint_tokens: _Count = 0
     reads_successors: Annotated[
-        bool, Meta(description="Drafts are those of a head that reads with each token its successor.")
+        bool, Meta(description="The drafting head reads each token together with the next token.")
     ] = False
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
     has_attention: bool
     limits: PoolLimits
     has_transition: Annotated[
-        bool, Meta(description="What stood before a segment lives on behind it in a recurrent state.")
+        bool, Meta(description="Recurrent states keep information across a segment.")
     ] = True
     deadline_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Longest that a request waits for other instances; null: it does not say."),
+        Meta(description="Most seconds that a request waits for other instances; null: unknown."),
     ] = None
     quadratic: Annotated[
         float, Meta(description="Prefilling n tokens takes FLOPs in proportion to n + quadratic * n^2.", ge=0)
@@ -96,7 +92,7 @@ class Description(
         ),
     ] = ()
     literal_text: Annotated[
-        bool, Meta(description="No text of a prompt stands for a separator or a segment.")
+        bool, Meta(description="Separators and segment ids in the text of prompts are ordinary text.")
     ] = False
 
     def __post_init__(self) -> None:

@@ -92,7 +92,7 @@ class Publisher:
         except (ValueError, zmq.ZMQError) as e:
             self._free()
             raise ConfigError(
-                f"hypic config: segment_parallel.events={bind!r}: cannot listen on it ({e}); "
+                f"hypic config: segment_parallel.events={bind!r}: cannot be bound ({e}); "
                 "expected tcp://ADDRESS:PORT with an address of this machine and a free port"
             ) from e
         self._thread = threading.Thread(target=self._run, name="hypic events", daemon=True)
@@ -350,7 +350,7 @@ class Subscription:
             view._apply(message)
             self._seq = message.seq
             if len(view.resident) + len(view.pending) > MOST_NAMES:
-                log.error("%s publishes more than %d names: the router ignores them", self.url, MOST_NAMES)
+                log.error("the router ignores %s, which publishes more than %d names", self.url, MOST_NAMES)
                 view._forget(message.boot)
                 self._seq = None
                 return

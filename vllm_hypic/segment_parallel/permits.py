@@ -78,7 +78,7 @@ class Permits:
         until = int(found[1])
         if not hmac.compare_digest(found[2], self._mac(until, options, subject)):
             raise LinkError(
-                f"{PERMIT} is not valid for this request: expected one made for this prompt, cache_salt "
+                f"{PERMIT} is not valid for this request: expected a permit for this prompt, cache_salt "
                 "and options with this engine's secret (segment_parallel.secret_file)"
             )
         left = until - self._clock()

@@ -158,7 +158,7 @@ class Receiver:
     def _wait_for_reader(self, name: str) -> None:
         while not self._loop.here and self._reading is not None and self._reading.name == name:
             if not self._lock.wait(_WARN_S):
-                logger.warning("receiver %s: cannot withdraw %s while it is read", self.url, wire.short(name))
+                logger.warning("receiver %s: waits for the reader of record %s", self.url, wire.short(name))
 
     # -- the thread
 

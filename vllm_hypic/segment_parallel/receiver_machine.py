@@ -222,7 +222,7 @@ class ReceiverMachine:
             return None
         del expected.grants[grant.peer]
         if nbytes != grant.nbytes:
-            self._refuse(grant.peer, grant.name, f"it has {nbytes} bytes; the offer said {grant.nbytes}")
+            self._refuse(grant.peer, grant.name, f"{nbytes} bytes received, {grant.nbytes} offered")
             self._grant(grant.name, now)
             return None
         return expected
@@ -270,7 +270,7 @@ class ReceiverMachine:
         if expected is None and self._settled.has(name, now):
             self._reply(peer, wire.Done(name))
         elif offer.nbytes > limit:
-            self._refuse(peer, name, f"it has {offer.nbytes} bytes; expected at most {limit}")
+            self._refuse(peer, name, f"the record has {offer.nbytes} bytes; expected at most {limit}")
         else:
             self._withdrawn.discard(name)
             self._offers.add(name, peer, offer.nbytes, now)
@@ -337,7 +337,7 @@ class ReceiverMachine:
                 return
             self._offers.pop(name, offered.peer)
             if offered.nbytes > expected.limit:
-                reason = f"it has {offered.nbytes} bytes; expected at most {expected.limit}"
+                reason = f"the record has {offered.nbytes} bytes; expected at most {expected.limit}"
                 self._refuse(offered.peer, name, reason)
             else:
                 self._clear_to_send(expected, offered.peer, offered.nbytes, self._pull, now)
@@ -383,7 +383,7 @@ class ReceiverMachine:
         self.ended.append(Received(name, outcome, reason))
 
     def _end_in_tier(self, name: str, now: float) -> None:
-        self.ended.append(Received(name, Outcome.IN_TIER, "it is in a shared tier", route=Route.TIER))
+        self.ended.append(Received(name, Outcome.IN_TIER, "the record is in a shared tier", route=Route.TIER))
         self._settled.add(name, now)
 
     def _refuse(self, peer: bytes, name: str, reason: str) -> None:

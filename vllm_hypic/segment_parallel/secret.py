@@ -39,7 +39,7 @@ class Secret:
         CURVE in libzmq."""
         _check_length(secret)
         if not zmq.has("curve"):
-            raise ConfigError("segment_parallel: this libzmq has no CURVE: install one built with libsodium")
+            raise ConfigError("segment_parallel: this libzmq has no CURVE: install a libzmq with libsodium")
         self._server_public, self._server_private = _key_pair(secret, b"hypic server")
         self._client_public, self._client_private = _key_pair(secret, b"hypic client")
 
@@ -103,7 +103,7 @@ def secret_of(path: str | None) -> bytes:
     except OSError as e:
         raise ConfigError(
             f"segment_parallel: the secret of this machine's routers and engines cannot be kept in {own}: "
-            f"{e.strerror}; set secret_file (routers: --secret-file), or make that folder writable"
+            f"{e.strerror}; set secret_file (routers: --secret-file), or make the folder writable"
         ) from e
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _check_length(secret: bytes) -> None:
     if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
         raise ConfigError(
             f"segment_parallel: a secret of {len(secret)} bytes: expected {_LEAST_BYTES} to {_MOST_BYTES}, "
-            "for example those of `openssl rand -hex 32`"
+            "for example the output of `openssl rand -hex 32`"
         )
 
 

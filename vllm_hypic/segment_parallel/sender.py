@@ -225,7 +225,7 @@ class Sender:
             after = Next.KEEP
             try:
                 if len(frames) != 1:
-                    raise wire.Malformed(f"it has {len(frames)} frames, expected 1")
+                    raise wire.Malformed(f"the answer has {len(frames)} frames, expected 1")
                 after = connection.machine.handle(self._codec.reply(frames[0]), time.monotonic())
             except wire.Malformed as e:
                 self._complaints.warn(url, "sender: ignores an answer of %s: %s", url, e)

@@ -167,7 +167,7 @@ class SenderMachine:
                 self.end(f"rejected: {reply.reason}", now)
                 return Next.CLOSE  # another receiver may listen there later: the next transfer greets again
             case wire.Withdrawn() | wire.Noted():
-                raise wire.Malformed("it answers no request")
+                raise wire.Malformed("the sender made no such request")
             case wire.ClearToSend():
                 self._clear(reply)
             case wire.Ack():

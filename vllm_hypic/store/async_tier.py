@@ -172,7 +172,7 @@ class AsyncTier:
         try:
             return self.tier.may_hold(name)
         except Exception:
-            logger.exception("tier %s: may_hold must not fail", self.name)
+            logger.exception("tier %s: may_hold raised an exception", self.name)
             self.stats.errors += 1
             return False
 
@@ -404,7 +404,7 @@ class AsyncTier:
             Task(self._look_how_full())
 
     async def _look_how_full(self) -> None:
-        io = IoTask("look how full it is", self._levels, self._settings.write_deadline_s)
+        io = IoTask("measure the tier", self._levels, self._settings.write_deadline_s)
         try:
             (used, budget), objects, counts = await self._counted(self.writes.submit(io))
         except Unavailable:

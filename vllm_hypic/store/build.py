@@ -90,7 +90,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
             from .tiers.lmcache_server import LMCacheServerTier
 
             return LMCacheServerTier(tier.name, tier.url, namespace)
-    raise TypeError(f"{type(tier).__name__} is no tier's configuration")
+    raise TypeError(f"{type(tier).__name__}: expected the configuration of a tier")
 
 
 def _value_of_record(data: memoryview) -> CacheValue | None:

@@ -69,9 +69,9 @@ class Fault(Enum):
     TRUNCATED = "fewer bytes than the header says"
     OVERLONG = "more bytes than the header says"
     MAGIC = "not a record"
-    UNSEALED = "a record that was never finished"
+    UNSEALED = "an unfinished record"
     VERSION = "another version of the format"
-    HEADER = "a header that no writer makes"
+    HEADER = "malformed header"
     HEADER_CHECKSUM = "header altered"
     PAYLOAD_CHECKSUM = "payload altered"
     FOREIGN = "another namespace, segment or rank"
@@ -250,11 +250,11 @@ def seal_record(buffer: memoryview) -> None:
     """
     buffer = buffer.cast("B")
     if buffer.nbytes < _PREFIX.size or buffer[:8] != _UNSEALED:
-        raise ValueError(f"buffer of {buffer.nbytes} bytes: no record was begun in it, or it is sealed")
+        raise ValueError(f"buffer of {buffer.nbytes} bytes: expected a record that is begun and not sealed")
     _, version, body, payload, _, _ = _PREFIX.unpack_from(buffer)
     start = _payload_start(body)
     if start + payload != buffer.nbytes:
-        raise ValueError(f"buffer of {buffer.nbytes} bytes: the record begun in it has {start + payload}")
+        raise ValueError(f"buffer of {buffer.nbytes} bytes: the record has {start + payload}")
     _PREFIX.pack_into(buffer, 0, _UNSEALED, version, body, payload, zlib.crc32(buffer[start:]), 0)
     struct.pack_into("<I", buffer, _HEADER_CRC_AT, _header_crc(buffer, start))
     buffer[:8] = _MAGIC
@@ -467,9 +467,9 @@ def _problem(header: RecordHeader) -> str | None:
     if any(type(n) is not int or not 0 <= n <= _MAX_COUNT for n in counts):
         return f"rank, world, columns, tokens are {counts}: expected integers from 0 to {_MAX_COUNT}"
     if not (0 < header.first <= header.columns if header.base else header.first == 0):
-        return f"{header.first} of {header.columns} columns in the base {header.base[:80]!r}"
+        return f"first column {header.first} of {header.columns}, base {header.base[:80]!r}: out of range"
     if header.rank >= header.world:
-        return f"rank {header.rank} of {header.world}"
+        return f"rank={header.rank}: expected less than world={header.world}"
     if not (math.isfinite(header.value_flops) and header.value_flops >= 0):
         return f"flops {header.value_flops}: expected a finite number >= 0"
     names: set[str] = set()

@@ -58,7 +58,7 @@ class _Fetch:
     def expire(self, now: float) -> None:
         """Leave the current source if its time is over at ``now``."""
         if self.give_up_at is not None and now >= self.give_up_at:
-            self.task.interrupt(Unavailable("its time is over"))
+            self.task.interrupt(Unavailable("the deadline has passed"))
 
     def read(self, data: memoryview) -> Verdict | None:
         """Run the reader on the thread that brought the object; return ``None`` if the reader fails."""
@@ -85,7 +85,7 @@ class TieredStore:
         """``appraise`` gives faster tiers, for eviction, the cache value of an object that moves up."""
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or "queue" in names:
-            raise ValueError(f"names of tiers {names}: expected different ones, and none called 'queue'")
+            raise ValueError(f"names of tiers {names}: expected distinct names other than 'queue'")
         self._settings = settings or StoreSettings()
         self._appraise, self._clock, self._wall = appraise, clock, wall
         self._lock = threading.RLock()
@@ -111,7 +111,7 @@ class TieredStore:
         _wait_until(lambda: all(tier.settled for tier in self._tiers), open_s)
         for tier in self._tiers:
             if not tier.settled:
-                logger.warning("tier %s: bypassed until it opens, not open after %.3g s", tier.name, open_s)
+                logger.warning("tier %s: not open after %.3g s; bypassed until open", tier.name, open_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the tiers that are up have all committed objects; return False after ``timeout_s``."""
@@ -197,7 +197,7 @@ class TieredStore:
         """
         with self._lock:
             if name in self._fetches:
-                raise ValueError(f"{name}: a fetch of it was not reported yet")
+                raise ValueError(f"{name}: an earlier fetch of this name is not reported yet")
             if self._closed or not (sources := self._sources(name, limit)):
                 return False
             now = self._clock()

@@ -64,7 +64,7 @@ def suggest(
     block_size: int,
     as_json: bool,
 ) -> None:
-    """Replay recorded requests, and say what each way of finding segments would have reused.
+    """Replay recorded requests, and print the tokens that each search for segments would reuse.
 
     LOG has a request's body in JSON on each line (- reads standard input): of /v1/chat/completions or
     /v1/completions, or lines of OpenAI's batch files. The command renders and cuts prompts as a server of

@@ -69,9 +69,9 @@ def tune(
 ) -> None:
     """Train the context that records of MODEL are computed behind, on the texts in a folder.
 
-    Training starts with the K and V of the text that comes with the plugin. It changes them until prompts of
-    document pieces, each computed behind the context, continue as with full recompute. Training needs no
-    labels. Serve with the file that the command writes: {"context_file": "context.safetensors"}. The file
+    Training starts with the K and V of the text that comes with the plugin. Its steps bring prompts of
+    document pieces, each computed behind the context, closer to full recompute. Training needs no labels.
+    Serve with the file that the command writes: {"context_file": "context.safetensors"}. The file
     fits one model's weights. A run that was interrupted resumes where it stopped.
     """
     import torch

@@ -54,7 +54,7 @@ class Dense:
             or parameters.get("partial_rotary_factor", 1.0) != 1.0
         ):
             raise ValueError(
-                f"{folder}: layers {kinds}, RoPE {parameters}: expected full attention and plain, whole RoPE"
+                f"{folder}: layers {kinds}, RoPE {parameters}: expected full_attention and default, full RoPE"
             )
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._turns = parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)

@@ -66,7 +66,7 @@ def test_loopback_needs_no_secret(host: str) -> None:
         ({"listen": "tcp://10.0.0.3:7100"}, "a loopback address such as tcp://127.0.0.1:7100, or set secret"),
         ({"events": "tcp://0.0.0.0:7101"}, "events='tcp://0.0.0.0:7101': expected a loopback address"),
         ({"events": "tcp://[::ffff:127.0.0.1]:7101"}, "expected a loopback address"),
-        ({"events": GOOD["listen"]}, "another port than that of listen"),
+        ({"events": GOOD["listen"]}, "a port other than the port of listen"),
         ({"listen": "tcp://0.0.0.0:7100", "secret_file": "s"}, "one interface, or set advertise"),
         ({"events": "tcp://[::]:7101", "secret_file": "s"}, "or set advertise_events"),
         ({"advertise": "tcp://0.0.0.0:7100"}, "advertise='tcp://0.0.0.0:7100': expected an address that"),

@@ -39,11 +39,11 @@ def test_the_verdict_is_good_where_the_request_was_spread():
     ("counted", "alone", "computed", "says"),
     [
         ({"received": 7, "computed": 1}, {}, 8, "7 came from workers"),
-        ({"not_received": 1}, {}, 8, "1 were awaited in vain"),
+        ({"not_received": 1}, {}, 8, "1 did not arrive"),
         ({"pushed": {"worker0": 8, "worker1": 0}}, {}, 8, "worker1 delivered no records"),
         ({"failures": 2}, {}, 8, "2 failures"),
-        ({}, {"tokens": ("a", "c")}, 8, "other tokens"),
-        ({}, {"logprobs": ((("a", -0.5), ("b", -1.5000001)),)}, 8, "other logprobs"),
+        ({}, {"tokens": ("a", "c")}, 8, "the cluster answers"),
+        ({}, {"logprobs": ((("a", -0.5), ("b", -1.5000001)),)}, 8, "the logprobs differ"),
         ({}, {}, 3, "computed 3 of 8 segments"),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_verdict_can_be_bad(counted, alone, computed, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--model", ".", "--size", "tiny"], "give one of the two"),
+        (["--model", ".", "--size", "tiny"], "expected only one of the two"),
         (["--size", "huge"], "huge"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--model", "EMPTY"], "no model"),

@@ -147,8 +147,8 @@ def test_the_end_of_an_expectation_is_told_to_all_who_offer(
         (Peer.close, None, Verdict.TAKEN),
         (lambda first: first.say(wire.Retract(A)), None, Verdict.TAKEN),
         (lambda first: first.data(A, bytes(MIB + 1)), None, Verdict.TAKEN),  # is cut off
-        (lambda first: first.data(A, DATA + b"x"), "it has 10001 bytes; the offer said 10000", Verdict.TAKEN),
-        (lambda first: first.data(A, DATA[:-1]), "it has 9999 bytes; the offer said 10000", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA + b"x"), "10001 bytes received, 10000 offered", Verdict.TAKEN),
+        (lambda first: first.data(A, DATA[:-1]), "9999 bytes received, 10000 offered", Verdict.TAKEN),
         (lambda first: first.data(A, DATA), "the record is damaged", Verdict.DAMAGED),
         (lambda first: first.data(A, DATA), f"the record is {Verdict.FOREIGN.value}", Verdict.FOREIGN),
     ],
@@ -238,7 +238,7 @@ def test_a_router_says_what_a_tier_has(owner: Owner, peer: Peer, other: Peer) ->
     assert other.ask(wire.Stored([A, C])) == wire.Noted()
     [received] = owner.wait_for(A)
     assert (received.outcome, received.route) == (Outcome.IN_TIER, Route.TIER)
-    assert not received.taken and received.reason == "it is in a shared tier"
+    assert not received.taken and received.reason == "the record is in a shared tier"
     assert peer.offer(A) == wire.Done(A), "it is here, or will be"
     counts = owner.receiver.counts()
     assert (counts.stored, counts.withdrawn) == (1, 0) and not owner.read

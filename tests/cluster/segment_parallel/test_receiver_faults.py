@@ -102,13 +102,13 @@ def test_nothing_is_reported_of_what_was_withdrawn(owner: Owner, peer: Peer) -> 
 
 def test_sizes_are_refused_before_anything_is_sent(owner: Owner, peer: Peer) -> None:
     owner.expect(A, limit=9_999)
-    assert peer.offer(A) == wire.Nack(A, "it has 10000 bytes; expected at most 9999")
+    assert peer.offer(A) == wire.Nack(A, "the record has 10000 bytes; expected at most 9999")
     answer = peer.ask(wire.Offer(B, 64 * MIB + 1))  # larger than whatever may be expected later
     assert isinstance(answer, wire.Nack) and f"expected at most {64 * MIB}" in answer.reason
     peer.say(wire.Offer(C, 500))
     assert peer.hears_nothing()
     owner.expect(C, limit=499)
-    assert peer.hear() == wire.Nack(C, "it has 500 bytes; expected at most 499")
+    assert peer.hear() == wire.Nack(C, "the record has 500 bytes; expected at most 499")
     assert deliver(peer, A, DATA[:9_999]) == wire.Ack(A) and owner.receiver.counts().refused == 3
 
 

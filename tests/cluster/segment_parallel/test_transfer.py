@@ -120,7 +120,7 @@ def test_an_oversize_record_does_not_travel(owner: Owner, outgoing: Outgoing, pr
     owner.expect(A, limit=len(DATA) - 1)
     sent = outgoing.deliver(A, DATA, proxy.url)
     assert not sent.delivered and proxy.passed < 2_000
-    assert sent.reason == f"refused: it has {len(DATA)} bytes; expected at most {len(DATA) - 1}"
+    assert sent.reason == f"refused: the record has {len(DATA)} bytes; expected at most {len(DATA) - 1}"
 
 
 def test_another_namespace_is_turned_away_at_once() -> None:

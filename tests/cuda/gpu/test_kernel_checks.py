@@ -198,7 +198,7 @@ def test_sdpa_computes_the_same(requests: list[SpanRequest]) -> None:
 
 def test_sdpa_needs_requests_that_are_alike() -> None:
     case = SpanCase.make(TINY.attention, [SpanRequest.decode(3), SpanRequest.decode(4)], torch.float32, CPU)
-    with pytest.raises(ValueError, match="see alike"):
+    with pytest.raises(ValueError, match="equal columns"):
         sdpa.parts_of(case)
 
 

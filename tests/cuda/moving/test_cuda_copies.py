@@ -66,7 +66,7 @@ def test_chunks_hold_every_row_once_and_fit(block: int) -> None:
 
 
 def test_a_row_larger_than_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"layer\.k: rows of 80 bytes, at most 64 are staged"):
+    with pytest.raises(ValueError, match=r"layer\.k: row of 80 bytes: expected at most 64"):
         divided([Strip("layer.k", table(80), np.arange(2))], 64)
 
 
@@ -355,12 +355,12 @@ def test_a_record_for_another_instance(how: str) -> None:
     assert link._copying_bytes == 0
 
 
-@pytest.mark.parametrize("says", ["were emptied", "the record has left the pool"])
+@pytest.mark.parametrize("says", ["reset its caches", "the record has left the pool"])
 def test_a_push_whose_record_has_left_the_pool_sends_no_other_one(says: str) -> None:
     """The caches were emptied, or its request has gone, before the order's turn."""
     world = World(0)
     link, there, place, _ = ordered(world)
-    if says == "were emptied":
+    if says == "reset its caches":
         assert link.submit(ClearCaches())
     else:
         link.drop([place.slot])

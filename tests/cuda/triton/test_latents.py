@@ -236,13 +236,13 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ({"query": case.query[:, :3]}, "query (2, 3, 32), 1 KV heads: expected [tokens, 4, 32]"),
         ({"query": case.query.bfloat16()}, "expected one dtype of 4 bytes"),
         ({"parts": parts[::-1]}, "latents (15, 16): expected [slots, 32]"),
-        ({"parts": (parts[0], parts[1].contiguous())}, "expected rows beside those of latents"),
+        ({"parts": (parts[0], parts[1].contiguous())}, "expected equal rows and strides"),
         ({"table": case.table[:, :8]}, "expected [positions, 16], contiguous"),  # type: ignore[index]
         ({"plan": replace(public, kv_heads=2)}, "2 KV heads"),
     ):
         with pytest.raises(ValueError, match=re.escape(says)):
             attend(**wrong)
-    with pytest.raises(ValueError, match="expected as many"):
+    with pytest.raises(ValueError, match="expected equal numbers"):
         capture_latents_(case.cache, case.pool, 16, *[torch.zeros(n).long() for n in (1, 2, 1)], None, True)
     with pytest.raises(ValueError, match=r"expected \[blocks, block_size"):
         capture_latents_(case.cache[0], case.pool, 16, *[torch.zeros(1).long()] * 3, None, True)

@@ -150,5 +150,5 @@ def test_bad_arguments_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"pool_value .* expected \[blocks, block_size, 2, 64\]"):
         operators.cached_attention(case.query, caches[0], caches[1][0], table, ranges, 1.0, nothing)
     wide = torch.zeros(2, 32, 2, 64, device=device)[:, ::2]
-    with pytest.raises(ValueError, match="tokens equally far apart"):
+    with pytest.raises(ValueError, match="equal strides between tokens"):
         operators.cached_attention(case.query, caches[0], wide, table, ranges, 1.0, nothing)

@@ -47,7 +47,7 @@ REFUSALS = {
     "empty separator": (hypic(token_texts={"sep": ""}), "sep='': expected a non-empty string"),
     "MultiConnector without connectors": (
         {"kv_transfer_config": KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both")},
-        "MultiConnector without connectors: name some, or drop the flag",
+        "MultiConnector has no connectors: name some, or drop the flag",
     ),
     "another worker": ({"worker_cls": "my.Worker"}, f"needs --worker-cls {CPU_WORKER}, got 'my.Worker'"),
     "another scheduler": ({"scheduler_cls": "my.Scheduler"}, f"needs --scheduler-cls {SCHEDULER}"),
@@ -162,7 +162,7 @@ def drafting(**given: Any) -> SimpleNamespace:
 
 
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "method": ({"how": {"method": "medusa"}}, "by 'medusa' was never run with records"),
+    "method": ({"how": {"method": "medusa"}}, "by 'medusa' is not tested with records"),
     "linear layers": ({"model": {"is_hybrid": True}}, "state behind each draft"),
     "linear layers alone": ({"model": {"is_attention_free": True}}, "state behind each draft"),
     "latents": ({"model": {"use_mla": True}}, "latent attention gives wrong answers on CPUs"),
@@ -172,7 +172,7 @@ DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "three positions of what drafts": ({"draft": {"uses_mrope": True}}, "M-RoPE is not supported"),
     "another head of the model": (
         {"how": {"method": "mtp"}, "draft": {"architecture": "NemotronHMTPModel"}},
-        "NemotronHMTPModel was never run: expected one of Qwen3_5MTP",
+        "NemotronHMTPModel is not tested: expected one of Qwen3_5MTP",
     ),
     "stages": ({"stages": 2}, "pipeline_parallel_size=2: vLLM's V1 model runner loads the drafter on"),
     "a hybrid drafts": ({"draft": {"is_hybrid": True}}, "expected a draft model with full attention"),
@@ -209,7 +209,7 @@ def test_a_draft_model_in_several_groups_is_refused():
     drafter.speculative_config = SimpleNamespace(method="draft_model", model="path")
     names = (["model.0", "draft.0"], ["draft.1"], ["model.1"])
     groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=of) for of in names])
-    with pytest.raises(ConfigError, match="the 2 attention layers of the draft model path over 2 groups"):
+    with pytest.raises(ConfigError, match="the 2 attention layers of path lie in 2 KV cache groups"):
         drafter.validate_same_kv_cache_group(groups)
 
 

@@ -171,7 +171,7 @@ def test_pins(handler, records, clock):
     assert records.pinned == set(), "an expired segment pins nothing"
     segment = compiled(handler, [1], key=None)
     assert isinstance(segment, Segment) and segment.key is None and not segment.resident
-    assert "it has no record" in compiled(handler, [1], key=None, pin=True).message
+    assert "has no record" in compiled(handler, [1], key=None, pin=True).message
 
 
 def test_a_record_stays_while_another_entry_wants_it(handler, records):

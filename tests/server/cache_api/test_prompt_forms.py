@@ -151,13 +151,13 @@ def test_ids_in_prompts_messages_and_their_parts():
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        (COMPLETIONS, {"prompt": f"x{LEAD}"}, "segment 'lead' was compiled as the leading one"),
+        (COMPLETIONS, {"prompt": f"x{LEAD}"}, "segment 'lead' is a leading segment"),
         (COMPLETIONS, {"prompt": CHAT_LEAD + "x"}, "segment 'chat' leads a chat"),
         (CHAT, {"messages": [{"role": "user", "content": LEAD}]}, "segment 'lead' leads a completion prompt"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": CHAT_LEAD}]},
-            "must be the first thing in its first message",
+            "expected at the start of a chat's first message",
         ),
         (COMPLETIONS, {"prompt": TOKENS + "x", "truncate_prompt_tokens": 9}, "truncate_prompt_tokens cannot"),
     ],
@@ -267,7 +267,7 @@ def test_ids_of_parts_are_looked_up_and_those_of_literal_texts_are_not():
         ({"prompt": [SEP_PART, IMAGE]}, "prompt[1]={'type': 'image_url'"),
         ({"prompt": [{"type": "hypic_segment"}]}, 'expected the "id" of a compiled segment'),
         ({"prompt": [{"type": "hypic_segment", "id": 7}]}, "'id': 7}: expected the \"id\""),
-        ({"prompt": [text("x"), LEAD_PART]}, "segment 'lead' was compiled as the leading one"),
+        ({"prompt": [text("x"), LEAD_PART]}, "segment 'lead' is a leading segment"),
     ],
 )
 def test_parts_that_cannot_stand_there_are_refused_by_name(body, reason, literal):
@@ -283,7 +283,7 @@ def test_what_was_compiled_or_sent_literally_is_not_cut():
     assert written == f"{SEALED.sep}one{TEXTS.sep}two{SEALED.sep}"
     for part in (SEP_PART, A_PART):
         body = {"prompt": [text("x"), part], "truncate_prompt_tokens": 9}
-        with pytest.raises(MisplacedId, match="truncate_prompt_tokens cannot be combined with parts of"):
+        with pytest.raises(MisplacedId, match="truncate_prompt_tokens cannot be combined with parts that"):
             expanded(COMPLETIONS, body, True)
         assert expanded(COMPLETIONS, body, False)["truncate_prompt_tokens"]
 

@@ -83,5 +83,5 @@ def test_refuses_what_it_does_not_emulate(tmp_path: Path) -> None:
     config = folder / "config.json"
     linear = '"rope_type": "linear", "factor": 2.0'
     config.write_text(config.read_text().replace('"rope_type": "default"', linear))
-    with pytest.raises(ValueError, match="plain, whole RoPE"):
+    with pytest.raises(ValueError, match="default, full RoPE"):
         Dense(str(folder))

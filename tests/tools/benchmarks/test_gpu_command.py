@@ -53,7 +53,7 @@ def test_kernels(tmp_path: Path) -> None:
 def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     done = run("gpu", "checks", "--device", "cpu", "--kernels", "short_conv")
     assert done.exit_code == 0, done.output
-    assert "short_conv: segments" in done.output and "errors are within what is allowed" in done.output
+    assert "short_conv: segments" in done.output and "errors are within their tolerances" in done.output
     monkeypatch.setattr(checks_module, "run_checks", lambda *_, **__: WRONG)
     done = run("gpu", "checks", "--device", "cpu")
     assert done.exit_code == 1 and "Error: merge, case: 0.5\n" in done.output
@@ -71,7 +71,7 @@ def test_what_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MovingRecord, "arrive", lambda record: record.mover.discard(record.there))
     done = run("gpu", "copies", "--device", "cpu")
     assert done.exit_code == 1
-    assert "correctness gate: the record that came is not the one that left" in done.output
+    assert "correctness gate: the arrived record differs from the sent record" in done.output
     monkeypatch.setattr(kernels_module, "run_checks", lambda *_: WRONG)
     done = run("gpu", "kernels", "--device", "cpu")
     assert done.exit_code == 1
@@ -110,7 +110,7 @@ def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patch:
         patch.setattr(torch, "equal", lambda a, b: False)
         done = run("gpu", "model", *small)
-    assert done.exit_code == 1 and "2 x 40: the warm answer is not the cold one" in done.output
+    assert done.exit_code == 1 and "2 x 40: the warm answer differs from the cold answer" in done.output
 
 
 def test_one_more_segment_and_aims() -> None:

@@ -237,7 +237,7 @@ def test_interiors_must_be_as_long_as_a_convolution_reaches() -> None:
             "MLA with a packed",
         ),
         (MLAAttentionSpec(**SHAPE, model_version="deepseek_v4"), "MLA of 1 tokens a row"),
-        (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA whose rows see later ones"),
+        (MLAAttentionSpec(**SHAPE, non_causal_multi_token_decode=True), "MLA with attention to later tokens"),
         (replace(GDN, mamba_type=Kind.MAMBA1), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=Kind.LINEAR), "linear attention with states of shapes"),
         (replace(GDN, mamba_type=SimpleNamespace(name="OTHER")), "linear attention of kind OTHER"),
@@ -418,8 +418,8 @@ def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
 
 
 def test_calls_that_show_nothing_are_refused() -> None:
-    NoisyCalls(0.1).refused("K of two equal runs differs by .*, too much to see a rotary embedding beside it")
-    with pytest.raises(Unsupported, match=r"layer layers.7 was not reached"):
+    NoisyCalls(0.1).refused("K of two equal runs differs by .*, too much to detect a rotary embedding")
+    with pytest.raises(Unsupported, match=r"did not reach layer layers.7"):
         _link("layers.7", None, None, None, POSITIONS)
 
 

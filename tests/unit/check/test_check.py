@@ -229,7 +229,7 @@ def test_rows_before_the_last_window_are_told(tmp_path: Path) -> None:
     write(tmp_path, "Gemma3nForCausalLM", CONFIGS["Gemma3nForCausalLM"][0])
     before = 2 * (TOKENS - 8 - 64) * 2 * 2 * 64 * 2
     assert [kind["before_window_bytes"] for kind in checked(tmp_path)["kinds"]] == [before, 0, 0]
-    assert "of that are rows before the last window of 2 layers: islands" in run(tmp_path).stdout
+    assert "are rows before the last window of 2 layers: islands" in run(tmp_path).stdout
 
 
 def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:

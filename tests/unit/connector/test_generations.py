@@ -141,7 +141,7 @@ def test_a_delivery_that_was_not_begun_fails() -> None:
     end(on, job)
     assert on.over("old")
     fault = on.push_fault("old")
-    assert fault is not None and "may be of outdated weights" in fault
+    assert fault is not None and "may come from outdated weights" in fault
     assert pushes(step(on)) == []
     end(on, "old")
     admit(on, "new", 0, query=False, hypic_push_to=ELSEWHERE)

@@ -228,7 +228,7 @@ def test_after_the_caches_were_emptied_nothing_goes_there(worker: Worker) -> Non
     worker.order(7)
     worker.order(8)
     assert worker.shared.submit(ClearCaches())
-    assert "may be of outdated weights" in worker.end_of(7) and "weights" in worker.end_of(8)
+    assert "may come from outdated weights" in worker.end_of(7) and "weights" in worker.end_of(8)
     assert not worker.tier.objects
 
 

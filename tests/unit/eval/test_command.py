@@ -28,11 +28,11 @@ def test_help_names_the_families() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tasks", "one,nine"], "'nine' is no family of tasks: expected one, two, head"),
+        (["--tasks", "one,nine"], "'nine' is not a family of tasks: expected one, two, head"),
         (["--tasks", "one,one"], "expected different names"),
-        (["--methods", "full,hpic-4"], "'hpic-4' is no method: expected full, prefix, prefix-same, hypic-W"),
-        (["--methods", "hypic"], "'hypic' is no method"),
-        (["--methods", "hypic-9999"], "'hypic-9999' is no method"),
+        (["--methods", "full,hpic-4"], "'hpic-4' is not a method: expected full, prefix, prefix-same,"),
+        (["--methods", "hypic"], "'hypic' is not a method"),
+        (["--methods", "hypic-9999"], "'hypic-9999' is not a method"),
         (["--prompts", "0"], "0 is not in the range"),
         (["--noise-chunk", "16"], "16 is not in the range"),
         (["--size", "150m"], "--size: a random model has no answers"),

@@ -227,7 +227,7 @@ def test_the_users_own_tasks_are_a_set_of_their_own(lab: Lab, tmp_path: Path) ->
     [
         (["nowhere/to/be/found/model"], "is neither a folder nor a model in this machine's"),
         (["no-such-organisation/no-such-model"], "is neither a folder nor a model in this machine's"),
-        ([str(EXAMPLE)], "no config.json there"),
+        ([str(EXAMPLE)], "expected a model's folder, with a config.json"),
         ([MODEL, "--link", "fast"], "link='fast'"),
         ([MODEL, "--link", "full"], "reuses nothing"),
         ([MODEL, "--hypic", '{"seams": 4}'], "unknown option 'seams'"),

@@ -175,7 +175,7 @@ def test_faults_of_what_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = Model(asked, linear=False)
     found = run(monkeypatch, model, methods=(NAIVE, HYPIC))
-    assert "this model has none" in faults(found, NAIVE)
+    assert "this model has no transitions" in faults(found, NAIVE)
     assert judge(found.numbers[HYPIC], Limits()).verdict is Verdict.GO
 
 

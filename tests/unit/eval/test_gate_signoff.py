@@ -192,7 +192,7 @@ def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
     lenient = {**dataclasses.asdict(Limits()), "loss": 50.0}
     write(path_in(tmp_path, subject()), signed(subject(), limits=lenient))
     [line] = told(tmp_path, "go")
-    assert "with limits of its own (loss 50)" in line
+    assert "with non-default limits (loss 50)" in line
 
 
 def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) -> None:
@@ -224,13 +224,13 @@ def test_any_other_verdict_is_told_with_its_reasons(
 
 
 def test_without_a_go_nothing_starts_that_demands_one(told: Told, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gate.require='go': no sign-off says .* run: vllm-hypic gate "):
+    with pytest.raises(ConfigError, match=r"gate.require='go': this model has no .* run: vllm-hypic gate "):
         told(tmp_path, "go")
     write(path_in(tmp_path, subject()), signed(subject()))
-    with pytest.raises(ConfigError, match="no sign-off says"):
+    with pytest.raises(ConfigError, match="no sign-off at these settings"):
         told(tmp_path, "go", seam_tokens=4)
     [line] = told(tmp_path, seam_tokens=4)
-    says = "WARNING hypic gate: no sign-off says what reuse costs this model at these settings"
+    says = "WARNING hypic gate: this model has no sign-off at these settings"
     way_out = "run: vllm-hypic gate /models/mine --dtype bfloat16 --hypic '{\"seam_tokens\": 4}' --folder"
     assert line.startswith(says) and line.endswith(f"{way_out} {tmp_path}")
 

@@ -74,7 +74,7 @@ def test_outputs_are_checked_before_anything_runs(tmp_path: Path, monkeypatch: p
     report.check_outputs(tmp_path / "a.json", tmp_path / "a.png")
     with pytest.raises(click.UsageError, match="there is no folder"):
         report.check_outputs(tmp_path / "missing" / "a.json", None)
-    with pytest.raises(click.UsageError, match=r"name it a\.png"):
+    with pytest.raises(click.UsageError, match=r"use a\.png"):
         report.check_outputs(None, tmp_path / "a.pdf")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(click.UsageError, match=r"vllm-hypic\[bench\]"):

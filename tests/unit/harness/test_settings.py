@@ -76,7 +76,7 @@ def test_what_does_not_fit(model: Path, command: str, arguments: list[str], mess
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    assert "no config.json there" in refused("ttft", "--model", str(tmp_path))
+    assert "expected a model's folder, with a config.json" in refused("ttft", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refused("ttft", "--model", str(tmp_path))
 

@@ -178,7 +178,7 @@ def test_diagonals(cut: int) -> None:
     torch.testing.assert_close(records.state[OWN].double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(records.elapsed[OWN].double(), elapsed.sum(0), rtol=1e-5, atol=1e-5)
     untouched(records, old)
-    with pytest.raises(TypeError, match="layer's weights"):
+    with pytest.raises(TypeError, match="no transition"):
         append(records, OWN, BASE, DEAD)
 
 

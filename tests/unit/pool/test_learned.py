@@ -73,7 +73,7 @@ def test_rows_become_fp8_where_records_are(context: LearnedContext) -> None:
         (geometry(layers=11), RankPart(), "11 layers"),
         (geometry(heads=2), RankPart(), r"\(2, 16\)"),
         (geometry(), RankPart(0, 2), "each of 2 ranks"),
-        (geometry(linear=True), RankPart(), "without linear-attention layers"),
+        (geometry(linear=True), RankPart(), "model has linear-attention layers"),
     ],
 )
 def test_others_are_refused(context: LearnedContext, of: PoolGeometry, part: RankPart, message: str) -> None:

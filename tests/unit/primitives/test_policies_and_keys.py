@@ -111,7 +111,7 @@ def test_methods_that_a_model_cannot_honour_name_the_reason_and_a_way_out() -> N
     assert parse_link("hypic", 8).refused_by(convolutions) is None
     for traits in (ATTENTION, convolutions):
         reason = parse_link("naive", 8).refused_by(traits)
-        assert reason and "has none" in reason and "Use 'hypic' or 'block'" in reason
+        assert reason and "has no transitions" in reason and "Use 'hypic' or 'block'" in reason
 
 
 def of_request(extra: Any) -> LinkMethod:

@@ -86,9 +86,9 @@ AROUND = "itself puts this token around every text"
 @pytest.mark.parametrize(
     ("kind", "texts", "message"),
     [
-        ("qwen", {"sep": "Ġ"}, "sep='Ġ': the vocabulary uses this string for ' '"),
-        ("qwen", {"pad": "<|im"}, "pad='<|im': is part of the model's token '<|im_start|>'"),
-        ("qwen", {"sep": "<|im_end|>", "literal": True}, "sep='<|im_end|>': is in the vocabulary"),
+        ("qwen", {"sep": "Ġ"}, "sep='Ġ': the vocabulary uses this text for ' '"),
+        ("qwen", {"pad": "<|im"}, "pad='<|im': part of the model's token '<|im_start|>'"),
+        ("qwen", {"sep": "<|im_end|>", "literal": True}, "sep='<|im_end|>': the vocabulary holds this text"),
         ("bert", {"sep": "[SEP]"}, AROUND),
         ("llama-legacy", {"sep": "<s>"}, AROUND),
     ],

@@ -30,7 +30,7 @@ short_texts = st.text(alphabet="ab<|>", min_size=1, max_size=3)
         ({"sep": ""}, "sep='': expected a non-empty string"),
         ({"pad": None}, "pad=None: expected a non-empty string"),
         ({"pdep": 3}, "pdep=3: expected a non-empty string"),
-        ({"sep": "x", "pad": "x"}, "sep='x': pad has the same text; the three must differ"),
+        ({"sep": "x", "pad": "x"}, "sep='x': pad has the same text; the texts must differ"),
         ({"sep": "<<PIC", "pad": "<<PIC_SEP>>"}, "sep='<<PIC': is part of pad='<<PIC_SEP>>'"),
         ({"literal": "no"}, "literal='no': expected true or false"),
         ({"sep": "\ud800"}, "sep='\\ud800': not valid Unicode text"),

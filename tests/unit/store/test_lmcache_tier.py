@@ -305,7 +305,7 @@ def test_a_wrong_l2_is_told_without_its_password(make_tier: MakeTier, l2: dict[s
     ("tier", "arguments", "told"),
     [
         (LMCacheTier, {"l1_bytes": L1_BYTES, "l2": [], "namespace": "a@b"}, "a@b"),
-        (LMCacheTier, {"l1_bytes": 1000, "l2": []}, "l1_bytes is 1000"),
+        (LMCacheTier, {"l1_bytes": 1000, "l2": []}, "l1_bytes=1000: expected"),
         (LMCacheServerTier, {"url": "tcp://127.0.0.1:5555", "namespace": "a@b"}, "a@b"),
         (LMCacheServerTier, {"url": "127.0.0.1:5555"}, "127.0.0.1:5555"),
     ],

@@ -126,7 +126,7 @@ def test_one_depth_needs_one_state_and_more_are_not_taken():
     ("weights", "work"), [([1, 1], [0]), ([1, -1], [0, 1]), ([1, 1, 1], [0, 2, 1]), ([1], [1])]
 )
 def test_depths_that_are_none_are_refused(weights, work):
-    with pytest.raises(ValueError, match="expected weights"):
+    with pytest.raises(ValueError, match="expected equal lengths"):
         depths(weights, work)
 
 

@@ -183,9 +183,9 @@ def test_a_wrong_password(server: RedisServer, caplog: pytest.LogCaptureFixture)
     ("arguments", "told"),
     [
         ({"name": "a*b"}, "a\\*b"),
-        ({"namespace": ""}, "namespace is ''"),
-        ({"ttl_s": 0.0}, "ttl_s is 0.0"),
-        ({"ttl_s": float("nan")}, "ttl_s is nan"),
+        ({"namespace": ""}, "namespace='': expected"),
+        ({"ttl_s": 0.0}, "ttl_s=0.0: expected"),
+        ({"ttl_s": float("nan")}, "ttl_s=nan: expected"),
     ],
 )
 def test_malformed_arguments_are_named(arguments: dict[str, str | float], told: str):

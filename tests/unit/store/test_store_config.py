@@ -83,7 +83,7 @@ def test_sizes(size: object, nbytes: int) -> None:
         ({"tiers": ["memory"]}, "store.tiers[0]='memory': expected an object"),
         ({"tiers": [{"bytes": 1}]}, "store.tiers[0].type=None: expected one of memory, disk, redis, lmcache"),
         ({"tiers": [{"type": []}]}, "store.tiers[0].type=[]: expected one of memory"),
-        ({"tiers": [{"type": "memory"}]}, "store.tiers[0].bytes is missing: the memory tier needs it"),
+        ({"tiers": [{"type": "memory"}]}, "store.tiers[0].bytes is missing: the memory tier needs a value"),
         ({"tiers": [MEMORY, {**MEMORY, "bytes": -3}]}, "store.tiers[1].bytes=-3: expected an integer >= 1"),
         ({"tiers": [{**MEMORY, "bytes": True}]}, "store.tiers[0].bytes=True: expected an integer >= 1"),
         ({"tiers": [{**MEMORY, "bytes": "20 apples"}]}, "store.tiers[0].bytes='20 apples': expected a size"),

@@ -120,7 +120,7 @@ def test_misused_calls_are_refused(opened: Opener) -> None:
         store.commit(reservation)
     with pytest.raises(ValueError, match="nbytes=0"):
         store.reserve(name(2), CacheValue(1, 1.0, 0))
-    with pytest.raises(ValueError, match="expected different ones"):
+    with pytest.raises(ValueError, match="expected distinct names"):
         TieredStore([AwkwardTier(), AwkwardTier()])
 
 

@@ -140,15 +140,15 @@ def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Co
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m vllm_hypic.backends.ops.compiled", description=__doc__)
-    parser.add_argument("names", nargs="*", help="only these operators, or kernels with these in their names")
-    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="only these")
+    parser.add_argument("names", nargs="*", help="operators, or parts of kernels' names  [default: all]")
+    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="repeatable")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        parser.error("TRITON_INTERPRET is set: the interpreter's kernels cannot be compiled; unset it")
+        parser.error("TRITON_INTERPRET is set: the interpreter's kernels do not compile; unset the variable")
     specs = [(module, spec) for module in kernel_modules() for spec in specs_of(module)]
     wanted = [s for module, s in specs if not given.names or _named(module, s, given.names)]
     if not wanted:
-        parser.error(f"no kernel is named like {given.names}: there are {[s.name for _, s in specs]}")
+        parser.error(f"no kernel has a name like {given.names}: expected {[s.name for _, s in specs]}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     return 1 if check(wanted, given.arch or ARCHITECTURES, console) else 0
 

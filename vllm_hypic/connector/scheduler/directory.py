@@ -472,9 +472,9 @@ class SegmentDirectory:
         ):
             raise RuntimeError("public pool: a transition block is lost or owned twice")
         if {e.key: e for e in entries if not e.forgotten} != self._entries:
-            raise RuntimeError("public pool: numbers and entries disagree")
+            raise RuntimeError("public pool: the entries by number and by key differ")
         if sorted(self.policy.worst_first()) != sorted(self._entries):
-            raise RuntimeError("public pool: the eviction policy has lost track")
+            raise RuntimeError("public pool: the eviction policy lists other records")
         self._shares.check(entries)
         if self.pinned != sum(e.pins > 0 for e in entries):
             raise RuntimeError("public pool: pinned records are miscounted")

@@ -46,6 +46,6 @@ class Pages:
         """Raise ``RuntimeError`` unless exactly these pages are used, each as often as ``used`` names it."""
         users = Counter(used)
         if sorted([*users, *self._free]) != list(range(self.total)):
-            raise RuntimeError("public pool: a page is lost, or used and free")
+            raise RuntimeError("public pool: a page is lost, or both used and free")
         if any(count != users[page] for page, count in enumerate(self._users)):
             raise RuntimeError("public pool: a page's users are miscounted")

@@ -42,7 +42,7 @@ class PlanRequest:
 
 
 def _no_tokenizer() -> Any:
-    raise LinkError("contexts of text and islands need a tokenizer, which this engine does not have")
+    raise LinkError("context 'text' and islands need a tokenizer, which this engine does not have")
 
 
 @dataclass(frozen=True)

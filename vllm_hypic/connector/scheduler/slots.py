@@ -53,5 +53,5 @@ class Slots:
         if sorted([*used, *self._free]) != list(range(self.total)):
             raise RuntimeError("public pool: a slot is lost or owned twice")
         if self._each and sorted(self._lies_in) != sorted(used):
-            raise RuntimeError("public pool: a slot's pages are lost")
+            raise RuntimeError("public pool: a used slot has no state pages, or a free slot has some")
         return [page for pages in self._lies_in.values() for page in pages]

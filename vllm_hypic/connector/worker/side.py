@@ -257,7 +257,7 @@ class WorkerSide:
 
     def _completed(self, plan: CapturePlan, pool: DevicePool) -> None:
         if plan.learned:
-            assert self._learned is not None, "a learned context in the plan, and none in the worker"
+            assert self._learned is not None, "the plan has a learned context, which the worker lacks"
             self._learned.write(pool, plan.slot_mapping)
         if plan.base is not None:
             assert self.runtime is not None

@@ -70,7 +70,7 @@ LIMITS = {
     "loss": ("max-loss", "Most points that answers may lose on average."),
     "certain_loss": (
         "max-certain-loss",
-        "Points: no-go if the whole interval of the loss lies beyond this number.",
+        "No-go if the whole interval of the loss, in points, lies beyond this number.",
     ),
     "kl": (
         "max-kl",
@@ -80,9 +80,9 @@ LIMITS = {
         "max-noise",
         "The limit of --max-kl in noise floors; the larger of the two limits counts.",
     ),
-    "changed": ("max-changed", "Most points by which reuse changes more sure first tokens than noise."),
+    "changed": ("max-changed", "Most points by which reuse changes sure first tokens more than noise does."),
     "nll": ("max-nll", "Most percent by which the NLL of continued texts may rise."),
-    "least_right": ("min-right", "Least points of full recompute; below them the gate cannot judge."),
+    "least_right": ("min-right", "Least points of full recompute; with fewer points the gate cannot judge."),
     "least_reused": ("min-reused", "Least percent of the reusable tokens that must be reused."),
 }
 """Option and help of each limit."""
@@ -129,10 +129,10 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--seam-tokens",
     type=click.IntRange(0, MAX_SEAM_TOKENS),
-    help="Seam window to judge; by default that of --hypic.",
+    help="Seam window to judge; by default the seam window of --hypic.",
 )
-@click.option("--context", "record_context", help="Context to judge; by default that of --hypic.")
-@click.option("--islands", help="Islands to judge; by default those of --hypic.")
+@click.option("--context", "record_context", help="Context to judge; by default the context of --hypic.")
+@click.option("--islands", help="Islands to judge; by default the islands of --hypic.")
 @click.option(
     "--try-seams",
     type=Numbers(click.IntRange(0, MAX_SEAM_TOKENS)),

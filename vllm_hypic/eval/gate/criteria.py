@@ -177,7 +177,7 @@ def _answers(answers: Answers, limits: Limits) -> Reason:
     if answers.full < limits.least_right:
         says = (
             f"{name}: full recompute itself scores {answers.full:.1f} points, less than "
-            f"{limits.least_right:g}, so no loss can show; give tasks that the model can do by --data"
+            f"{limits.least_right:g}, so no loss can show; give easier tasks by --data"
         )
         return Reason(ANSWERS, None, answers.full, limits.least_right, says)
     says = (

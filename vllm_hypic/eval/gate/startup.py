@@ -82,7 +82,7 @@ def find(folder: str | None, subject: Subject) -> Found:
         path = path_in(default_folder() if folder is None else Path(folder), subject)
         sign_off = read(path, subject)
     except FileNotFoundError:
-        says = f"no sign-off says what reuse costs this model at these settings: {path} does not exist"
+        says = f"this model has no sign-off at these settings: {path} does not exist"
         return Found(None, says)
     except SignOffError as e:
         return Found(None, f"the sign-off of this model at these settings is not valid: {e}")
@@ -93,7 +93,7 @@ def find(folder: str | None, subject: Subject) -> Found:
     usual = dataclasses.asdict(Limits())
     own = [f"{name} {limit:g}" for name, limit in sign_off.limits.items() if usual.get(name) != limit]
     if own:
-        says += f", with limits of its own ({', '.join(own)})"
+        says += f", with non-default limits ({', '.join(own)})"
     if against := judgement.against:
         says += f": {'; '.join(reason.says for reason in against)}"
     return Found(sign_off, f"{says} ({path})")

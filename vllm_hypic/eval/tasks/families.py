@@ -144,8 +144,8 @@ FAMILIES = {
     "head": _demo("a fact whose subject stands in the document's header", "head"),
     "latest": _demo("the last of several values", "latest"),
     "both": _demo("the last of several values, and a fact about it", "both"),
-    "many": _demo("as one, many documents", "many", "one", documents=16),
-    "long": _demo("as one, long documents", "long", "one", tokens=512),
+    "many": _demo("one fact of many documents", "many", "one", documents=16),
+    "long": _demo("one fact of a long document", "long", "one", tokens=512),
     "needle": _any("one statement among fillers", needle),
     "keyvalue": _any("one of many keys", keyvalue),
     "variables": _any("chains of assignments", variables),
@@ -153,24 +153,24 @@ FAMILIES = {
 FAMILIES |= {
     name: _natural(about, name, task, documents=documents, tokens=tokens)
     for name, task, documents, tokens, about in (
-        (facts.FAMILY, facts.task, 4, 72, "one of like facts in prose"),
+        (facts.FAMILY, facts.task, 4, 72, "one of similar facts in prose"),
         (prices.FAMILY, prices.task, 4, 72, "one of many prices in prose"),
         (hops.FAMILY, hops.task, 4, 40, "two hops over documents"),
         (updates.FAMILY, updates.task, 6, 40, "the last of several changes"),
-        (entries.FAMILY, entries.task, 3, 80, "a fact of one of several like entries"),
+        (entries.FAMILY, entries.task, 3, 80, "a fact of one of several similar entries"),
         (
             continuations.IN_ORDER,
             continuations.in_order,
             6,
             192,
-            "likelihood of what follows pieces in order",
+            "likelihood of the text behind pieces in order",
         ),
         (
             continuations.MIXED,
             continuations.mixed,
             6,
             192,
-            "likelihood of what follows one of several pieces",
+            "likelihood of the text behind one of several pieces",
         ),
     )
 } | {

@@ -71,7 +71,7 @@ class InstalledTexts:
         """Return ``count`` passages of different texts, each a list of sentences with ``words`` words, up to
         the end of the last sentence.  Raises ``ValueError`` if fewer texts are installed."""
         if count > len(self.texts):
-            raise ValueError(f"{count} texts: {len(self.texts)} are installed on this machine")
+            raise ValueError(f"{count} texts: this machine has {len(self.texts)}")
         found = []
         for text in rng.sample(self.texts, count):
             begin = rng.randrange(len(text.sentences))
@@ -88,7 +88,7 @@ class InstalledTexts:
         needed = sum(sizes) + _SENTENCE_WORDS * len(sizes)
         long = [text for text in self.texts if len(text.words) >= needed]
         if count > len(long):
-            raise ValueError(f"{count} texts of {needed} words: {len(long)} are installed on this machine")
+            raise ValueError(f"{count} texts of {needed} words: this machine has {len(long)}")
         return [_run(rng, text.sentences, sizes, needed) for text in rng.sample(long, count)]
 
 

@@ -86,7 +86,7 @@ def divided(strips: Iterable[Strip], block_bytes: int) -> list[Chunk]:
     for strip in strips:
         size, first = strip.row_bytes, 0
         if size > block_bytes:
-            raise ValueError(f"{strip.section}: rows of {size} bytes, at most {block_bytes} are staged")
+            raise ValueError(f"{strip.section}: row of {size} bytes: expected at most {block_bytes}")
         while first < len(strip.rows):
             at = -(-end // _ALIGNMENT) * _ALIGNMENT
             count = min(len(strip.rows) - first, (block_bytes - at) // size)

@@ -107,7 +107,7 @@ def _health(pool: InstancePool, transfers: InFlightTransfers) -> tuple[int, dict
 def _unheard(instance: Instance) -> str:
     if instance.state is not InstanceState.DESCRIBED or instance.view.known:
         return ""
-    return "its events do not arrive: it is unreachable, its secret_file differs, or its engine hangs"
+    return "no events arrive: the instance is unreachable, its secret_file differs, or its engine hangs"
 
 
 def _instance(instance: Instance) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .app import build_app
     "--prefill", multiple=True, metavar="URL", help="An instance that computes segments; repeatable."
 )
 @click.option("--combine", multiple=True, metavar="URL", help="An instance that answers clients; repeatable.")
-@click.option("--pool", multiple=True, metavar="URL", help="An instance that does both; repeatable.")
+@click.option("--pool", multiple=True, metavar="URL", help="Both --prefill and --combine; repeatable.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port", default=8100, show_default=True, type=click.IntRange(1, 65535), help="Port to listen on."
@@ -106,7 +106,7 @@ def router(
     segments that no instance has cached. The router passes every other request on.
     """
     if pool and (prefill or combine):
-        raise click.UsageError("--pool cannot be combined with --prefill or --combine: its instances do both")
+        raise click.UsageError("--pool cannot be combined with --prefill or --combine: --pool sets both")
     try:
         settings = RouterConfig(
             prefill=tuple(url.rstrip("/") for url in pool or prefill),

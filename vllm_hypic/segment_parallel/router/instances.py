@@ -59,7 +59,7 @@ class Instance:
     def __init__(self, url: str, roles: Roles, settings: RouterConfig) -> None:
         self.url, self.roles = url, roles
         self.state = InstanceState.UNKNOWN
-        self.reason = "the router has not reached it yet"
+        self.reason = "the router has not reached the instance yet"
         """Why the instance is not usable; empty when described."""
         self.description: Description | None = None
         self.separator_text: str | None = None
@@ -259,12 +259,12 @@ class InstancePool:
         assert instance.description is not None and self.namespace is not None
         if _namespace(instance) != self.namespace:
             return Exclusion.NAMESPACE, (
-                f"its namespace is {_namespace(instance)[:16]}, the pool's {self.namespace[:16]}: model, "
-                "weights, dtypes and the plugin's version must be the same"
+                f"its namespace is {_namespace(instance)[:16]}, other instances have {self.namespace[:16]}: "
+                "model, weights, dtypes and the plugin's version must be the same"
             )
         receiver = instance.description.receiver
         if (other := receivers.setdefault(receiver, instance.url)) != instance.url:
-            text = f"it receives records at {receiver}, as {other} does: give each its own `listen`"
+            text = f"its receiver {receiver} is the receiver of {other}: give each instance its own `listen`"
             return Exclusion.RECEIVER, text
         return None
 

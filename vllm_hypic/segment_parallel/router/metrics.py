@@ -39,12 +39,12 @@ class RouterMetrics:
         )
         self.records = counter(
             "hypic_router_records",
-            "Records delivered to combine nodes; way is direct, or tiers for a record left in a shared tier.",
+            "Records delivered to combine nodes, by way: direct, or tiers for records left in shared tiers.",
             ["way"],
         )
         self.failures = counter(
             "hypic_router_failures",
-            "Failures at an instance; what is segment, answer, stream, proxied, tokenize, withdraw, stored, "
+            "Failures at an instance, by kind: segment, answer, stream, proxied, tokenize, withdraw, stored, "
             "tier, namespace or landing (the receiver).",
             ["what", "instance"],
         )

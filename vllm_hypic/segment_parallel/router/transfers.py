@@ -318,7 +318,7 @@ class InFlightTransfers:
         """End the transfer and tell the combine node, which then computes the record itself."""
         transfer.given_up = True
         self._metrics.segments.labels("local").inc()
-        self._warn(transfer, "is computed by %s: no other worker can send it", transfer.combine.url)
+        self._warn(transfer, "is computed by %s: no other worker can send the record", transfer.combine.url)
         self._forget(transfer)  # later requests must not wait for this transfer
         await self._notifier.withdraw(transfer.combine, [transfer.key])
 
@@ -371,7 +371,7 @@ class InFlightTransfers:
     ) -> SegmentResult:
         deadline_s, origin = self._settings.deadline_s, transfer.origin
         if worker.description is None:
-            return SegmentResult(SegmentOutcome.FAILED, "the worker no longer describes itself")
+            return SegmentResult(SegmentOutcome.FAILED, "the worker has no valid description")
         body = segment_body(
             transfer.planned, transfer.ask, worker, destination, origin, deadline_s, self._permits
         )

@@ -132,7 +132,7 @@ async def _first_byte(http: httpx.AsyncClient, instance: Instance, request: http
         if answer.status in _FAILED:
             fault = f"status {answer.status}: {answer.first[:300]!r}"
         elif answer.is_event_stream and _is_failure_event(answer.first):
-            fault = f"its stream began with an error: {answer.first[:300]!r}"
+            fault = f"the stream began with an error: {answer.first[:300]!r}"
         if fault is not None:
             answer.first += await _drained(rest)
             answer._rest = None
@@ -179,7 +179,7 @@ async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
             if instance.silent:
-                raise UpstreamFailed(f"its engine sent no events for {instance.view.age_s:.0f} s")
+                raise UpstreamFailed(f"the engine sent no events for {instance.view.age_s:.0f} s")
         return task.result()
     except httpx.TransportError as e:
         raise UpstreamFailed(f"{type(e).__name__}: {e}") from e

@@ -92,7 +92,7 @@ class Watcher:
         try:
             found = msgspec.json.decode(answer.content, type=Description)
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-            self._lost(f"its description cannot be used: {e}")
+            self._lost(f"the description is not valid: {e}")
             return
         if before is None or found.instance != before.instance:
             instance.trust()
@@ -116,13 +116,13 @@ class Watcher:
         if answer.status_code in (401, 403):
             self._set(
                 InstanceState.UNKNOWN,
-                f"it refuses the router ({answer.status_code}): give its key with --api-key",
+                f"status {answer.status_code}: give the instance's key with --api-key",
             )
         elif answer.status_code == 404:
-            reason = "it has no /v1/hypic routes: start it with VLLM_PLUGINS=hypic,hypic_cache"
+            reason = "no /v1/hypic routes: start the instance with VLLM_PLUGINS=hypic,hypic_cache"
             self._set(InstanceState.PLAIN, reason)
         elif answer.status_code == 501:
-            self._set(InstanceState.PLAIN, f"it takes no part in segment parallelism: {text}")
+            self._set(InstanceState.PLAIN, f"no segment parallelism: {text}")
         else:
             self._lost(f"status {answer.status_code}: {text}")
             return

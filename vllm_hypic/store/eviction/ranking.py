@@ -104,7 +104,7 @@ class Ranking:
         heapq.heapify(heap)
         while heap:
             if self._changes != changes:
-                raise RuntimeError("the policy was changed while its worst objects were walked")
+                raise RuntimeError("the policy changed during the iteration over its worst objects")
             _, _, key, factor, rest = heap[0]
             following = next(rest, None)
             if following is None:

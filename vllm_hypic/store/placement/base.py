@@ -28,7 +28,7 @@ class Depths:
     def __post_init__(self) -> None:
         sane = self.weights.shape == self.work.shape and self.work.ndim == 1 and self.work.size >= 1
         if not sane or self.work[0] != 0 or np.any(np.diff(self.work) < 0) or np.any(self.weights < 0):
-            raise ValueError("expected weights >= 0 and as many values of work, from 0 and never falling")
+            raise ValueError("expected equal lengths, weights >= 0, work that starts at 0 and never falls")
 
     @property
     def boundaries(self) -> int:

@@ -18,9 +18,9 @@ from .base import Held
 class Refusal(Enum):
     """Reasons why an object gets no room."""
 
-    TOO_LARGE = "it is larger than the tier's budget"
+    TOO_LARGE = "the object is larger than the tier's budget"
     PINNED = "pinned records and records being written leave too little room"
-    NOT_ADMITTED = "it is worth less than the records it would replace"
+    NOT_ADMITTED = "the object is worth less than the records in its place"
 
 
 @dataclass(frozen=True)
@@ -216,20 +216,20 @@ class CapacityIndex:
         reserved = sum(plan.value.nbytes for plan in self._reserved.values())
         if (used, reserved) != (self._used, self._reserved_bytes):
             raise AssertionError(
-                f"{used} bytes held and {reserved} reserved, booked {self._used} and {self._reserved_bytes}"
+                f"{used} bytes held, {reserved} reserved: counted {self._used} and {self._reserved_bytes}"
             )
         if used + reserved > self.budget:
-            raise AssertionError(f"{used} bytes held and {reserved} reserved, the budget is {self.budget}")
+            raise AssertionError(f"{used} bytes held, {reserved} reserved: the budget is {self.budget}")
         known = sorted(self._policy.worst_first())
         if known != sorted(self._held):
-            raise AssertionError(f"the policy knows {known}, held are {sorted(self._held)}")
+            raise AssertionError(f"the policy has {known}, the index {sorted(self._held)}")
         both = self._held.keys() & self._reserved.keys()
         if both:
-            raise AssertionError(f"held and being written: {sorted(both)}")
+            raise AssertionError(f"objects both held and reserved: {sorted(both)}")
         late = [
             n
             for n, at in self._expiries.items()
             if n in self._held and n not in self._pins and at < self._soonest
         ]
         if late:
-            raise AssertionError(f"expire before {self._soonest}, the soonest booked: {late}")
+            raise AssertionError(f"objects that expire before the index's {self._soonest}: {late}")

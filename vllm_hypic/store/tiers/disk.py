@@ -80,7 +80,7 @@ class DiskTier:
             if self._open:
                 return
             if self._busy:
-                raise TierError(f"{self.name}: operations from before the tier was closed still run")
+                raise TierError(f"{self.name}: operations from before the last close still run")
             self._index.clear()
         with self._errors(f"open {self.path}"):
             self._files.prepare()
@@ -361,16 +361,16 @@ class DiskTier:
         with self._free:
             self._index.check_integrity()
             if self._busy:
-                raise AssertionError(f"{self.name}: busy are {sorted(self._busy)}")
+                raise AssertionError(f"{self.name}: files in use {sorted(self._busy)}")
             if not self._open:
                 return
             held = {h.name: HEAD_BYTES + h.value.nbytes for h in self._index.held()}
         files = {name: self._files.nbytes(name) for name in self._files.names()}
         if held != files:
-            raise AssertionError(f"{self.name}: booked are {held}, on disk are {files}")
+            raise AssertionError(f"{self.name}: the index has {held}, the disk {files}")
         partials = self._files.partials()
         if partials:
-            raise AssertionError(f"{self.name}: left behind are {partials}")
+            raise AssertionError(f"{self.name}: unfinished files {partials}")
 
     @contextlib.contextmanager
     def _claim(self, name: ObjectName) -> Iterator[None]:

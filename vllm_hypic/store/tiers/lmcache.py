@@ -42,7 +42,7 @@ def require_lmcache(user: str) -> None:
 
 def check_namespace(user: str, namespace: str) -> None:
     if not _NAMESPACE.fullmatch(namespace):
-        raise ValueError(f"{user}: namespace is {namespace!r}, expected 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise ValueError(f"{user}: namespace={namespace!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -")
 
 
 class LMCacheTier:
@@ -70,7 +70,7 @@ class LMCacheTier:
         require_lmcache(f"tier {name}")
         check_namespace(f"tier {name}", namespace)
         if l1_bytes < 1 << 20:
-            raise ValueError(f"tier {name}: l1_bytes is {l1_bytes}, expected at least {1 << 20}")
+            raise ValueError(f"tier {name}: l1_bytes={l1_bytes}: expected at least {1 << 20}")
         self.name = name
         self._l1_bytes, self._l2, self._namespace, self._timeout_s = l1_bytes, l2, namespace, timeout_s
         self._manager: StorageManager | None = None

@@ -139,7 +139,7 @@ class MemoryTier:
             held = {h.name: h.value.nbytes for h in self._index.held()}
             kept = {name: data.nbytes for name, data in self._objects.items()}
             if held != kept:
-                raise AssertionError(f"{self.name}: booked are {held}, kept are {kept}")
+                raise AssertionError(f"{self.name}: the index has {held}, the memory {kept}")
 
     def _check_open(self) -> None:
         if not self._open:

@@ -54,9 +54,9 @@ class RedisTier:
         """
         for what, label in (("name", name), ("namespace", namespace)):
             if not _LABEL.fullmatch(label):
-                raise ValueError(f"Redis tier: {what} is {label!r}, expected 1 to 64 of A-Z a-z 0-9 . _ -")
+                raise ValueError(f"Redis tier: {what}={label!r}: expected 1 to 64 of A-Z a-z 0-9 . _ -")
         if ttl_s is not None and not ttl_s >= 0.001:
-            raise ValueError(f"Redis tier {name}: ttl_s is {ttl_s}, expected at least 0.001 seconds, or None")
+            raise ValueError(f"Redis tier {name}: ttl_s={ttl_s}: expected at least 0.001 seconds, or None")
         self.name = name
         self._prefix = f"hypic:{namespace}:{name}:"
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)

@@ -51,10 +51,10 @@ def arguments() -> argparse.Namespace:
         type=int,
         nargs=2,
         default=(0, 3),
-        help="stages of those, drawn evenly: the mask is quadratic (default: %(default)s)",
+        help="first and last stage with masked attention, which is quadratic (default: %(default)s)",
     )
-    parser.add_argument("--stage", type=int, help="goes to this stage at once")
-    parser.add_argument("--hold", action="store_true", help="stays in the stage")
+    parser.add_argument("--stage", type=int, help="start at this stage")
+    parser.add_argument("--hold", action="store_true", help="stay in the stage")
     parser.add_argument("--easier", type=float, default=0.2, help="part of batches of an earlier stage")
     parser.add_argument("--save-minutes", type=float, default=4.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -135,8 +135,8 @@ class CUDADeltaNet(DeltaNet):
         shared = step.shared.of(_SharedParts).sub_batch(lambda: _SubBatch.of(step, rows, masks))
         if shared.drafting != metadata.num_spec_decodes:
             raise RuntimeError(
-                f"{metadata.num_spec_decodes} requests decode with drafts, of which records take part in "
-                f"{metadata.num_spec_decodes - shared.drafting}"
+                f"{metadata.num_spec_decodes} requests decode with drafts, but the rows hold only "
+                f"{shared.drafting} of these requests"
             )
         decodes, prefills = shared.decodes, shared.prefills
         own = None

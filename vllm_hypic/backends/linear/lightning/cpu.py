@@ -65,5 +65,5 @@ class HypicLightning(DecayingLayer, BailingMoELinearAttention):
             return "lightning attention on GPUs (served on CPUs)"
         if self.linear_rope and self._table is None:
             kind = type(self.rotary_emb).__name__.removeprefix("Hypic")
-            return f"lightning attention rotated by {kind} (its states are not moved; served: RoPE, YaRN)"
+            return f"lightning attention rotated by {kind} (states cannot be relocated; served: RoPE, YaRN)"
         return None

@@ -16,7 +16,7 @@ STATES = (torch.float32,)
 def refuses(weights: Weights, caches: Caches) -> str | None:
     """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
     if weights.gates_given:
-        return "gates that are log decays and write strengths already"
+        return "gates given as log decays and write strengths"
     return native_layer.refuses(caches.conv.dtype, caches.state, STATES, len(weights.weight))
 
 

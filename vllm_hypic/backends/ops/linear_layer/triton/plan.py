@@ -138,7 +138,7 @@ class Reach:
             ("carries", self.carries, carries),
         ):
             if needed > given:
-                raise IndexError(f"the program needs {needed} {what}, there are {given}")
+                raise IndexError(f"the program needs {needed} {what}, got {given}")
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def plan_segments(rows: Tensor, device: torch.device) -> SegmentPlan:
     left: list[tuple[int, int]] = []
     for r in program:
         if not 0 <= r.first <= r.begin <= r.end <= r.stop:
-            raise ValueError(f"{r}: rows must rise from first to begin, end and stop")
+            raise ValueError(f"{r}: expected 0 <= first <= begin <= end <= stop")
         run = _Run.of_request(r.batch_row, r.resumed, r.first)
         number = -1
         if r.begin < r.end and (r.ends or not r.leading):
@@ -246,7 +246,7 @@ def plan_compose(rows: Tensor, ops: Tensor, device: torch.device) -> ComposePlan
                 if run is None:
                     run = _Run(op.first, before)
                 elif op.first != at:
-                    raise ValueError(f"{op}: the rows before it end at {at}")
+                    raise ValueError(f"{op}: the preceding rows end at {at}")
                 at = op.first + op.tokens
                 cut.add(run, op.first, at)
             steps.append(ComposeStep(first_chunk, len(cut), op.slot, op.mode))
@@ -324,7 +324,7 @@ def _chunk_length(lengths: Sequence[int]) -> int:
 def _on_host(program: Tensor) -> Tensor:
     if program.device.type != "cpu":
         # A read would wait for the device in every layer.
-        raise ValueError(f"programs are planned on the host: one on {program.device} was given")
+        raise ValueError(f"program on {program.device}: expected a program in CPU memory")
     return program
 
 

@@ -150,7 +150,7 @@ def capture_(
         raise ValueError("pool_key, pool_value: expected contiguous tensors")
     if not len(rows) == len(slots) == len(positions):
         raise ValueError(
-            f"{len(rows)} rows, {len(slots)} slots, {len(positions)} positions: expected as many"
+            f"{len(rows)} rows, {len(slots)} slots, {len(positions)} positions: expected equal numbers"
         )
     if table is not None and table.stride(1) != 1:
         raise ValueError("table: expected contiguous rows")
@@ -187,7 +187,7 @@ def capture_latents_(
         raise ValueError(f"{found}: expected one dtype, contiguous rows, a contiguous pool")
     if not len(tokens) == len(slots) == len(positions):
         found = f"{len(tokens)} tokens, {len(slots)} slots, {len(positions)} positions"
-        raise ValueError(f"{found}: expected as many")
+        raise ValueError(f"{found}: expected equal numbers")
     if table is not None and (table.shape[1] != rope or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, {rope}], contiguous")
     key, value = cache[..., size - rope :], cache[..., : size - rope]

@@ -348,7 +348,7 @@ def _check(
     if any(x.stride(-1) != 1 for x in (query, pool_key, pool_value)):
         raise ValueError("query, pool_key, pool_value: expected contiguous heads")
     if paged and pool_key.stride(1) != pool_value.stride(1):
-        raise ValueError("pool_key, pool_value: expected tokens equally far apart")
+        raise ValueError("pool_key, pool_value: expected equal strides between tokens")
     if table is not None and (table.dim() != 2 or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, rotary_dim], contiguous")
 

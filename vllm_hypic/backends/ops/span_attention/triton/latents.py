@@ -297,9 +297,7 @@ def _check(
         wanted = f"[tokens, {plan.heads}, {plan.head_size}] and one KV head"
         raise ValueError(f"query {tuple(query.shape)}, {plan.kv_heads} KV heads: expected {wanted}")
     if query_pe.shape != (*query.shape[:2], rope):
-        raise ValueError(
-            f"query_pe {tuple(query_pe.shape)}, query {tuple(query.shape)}: expected as many rows"
-        )
+        raise ValueError(f"query_pe {tuple(query_pe.shape)}, query {tuple(query.shape)}: expected equal rows")
     for name, part, size in (("latents", latents, rank), ("keys", keys, rope)):
         if part.dim() != 2 + paged or part.shape[-1] != size:
             raise ValueError(
@@ -314,7 +312,7 @@ def _check(
         raise ValueError("query, query_pe, latents, keys: expected contiguous rows")
     if latents.shape[:-1] != keys.shape[:-1] or latents.stride() != keys.stride():
         raise ValueError(
-            f"keys {tuple(keys.shape)}: expected rows beside those of latents {tuple(latents.shape)}"
+            f"keys {tuple(keys.shape)}, latents {tuple(latents.shape)}: expected equal rows and strides"
         )
     if table is not None and (table.dim() != 2 or table.shape[1] != rope or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, {rope}], contiguous")

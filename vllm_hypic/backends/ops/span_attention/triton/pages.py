@@ -79,7 +79,7 @@ def _copy(
     shape = (len(slots), *pool_key.shape[1:])
     if tuple(pool_value.shape) != tuple(pool_key.shape):
         raise ValueError(
-            f"pool_value {tuple(pool_value.shape)}: expected {tuple(pool_key.shape)} of pool_key"
+            f"pool_value {tuple(pool_value.shape)}: expected {tuple(pool_key.shape)}, like pool_key"
         )
     for name, given in (("key", key), ("value", value)):
         if tuple(given.shape) != shape:
