@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -29,10 +30,12 @@ PACKAGES = {
 
 
 def blocks(page: Path, begin: str = "") -> dict[str, str]:
-    """The fenced blocks after ``<!-- tested: {begin}NAME -->``, by name."""
-    found = re.findall(rf"<!-- tested: {begin}(\w+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(dict(found)) == len(found), page
-    return dict(found)
+    """The fenced or indented blocks after ``<!-- tested: {begin}NAME -->``, by name."""
+    block = rf"<!-- tested: {begin}(\w+) -->\n(?:```\w+\n(.*?)```|\n((?: {{4,}}[^\n]+\n)+))"
+    found = re.findall(block, page.read_text(), re.DOTALL)
+    blocks = {name: fenced or textwrap.dedent(indented) for name, fenced, indented in found}
+    assert len(blocks) == len(found) > 0, page
+    return blocks
 
 
 @pytest.fixture(scope="module")
