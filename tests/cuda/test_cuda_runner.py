@@ -30,7 +30,7 @@ from vllm_hypic.backends.cuda_support import scratch_bytes
 from vllm_hypic.backends.linear.gdn.cuda import SUMMARY_BYTES, UNFILLED_BYTES, HypicCUDAGatedDeltaNet
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
-from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.engine import cuda_worker
 from vllm_hypic.engine.cuda_graphs import ComposedBatch, ComposedGraphs
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
@@ -133,7 +133,7 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
     plans = DecodePlans()
     plans.most = 8
     heads = plans.made((4, 2, 32, torch.float32), CPU)
-    monkeypatch.setattr(cuda_worker, "worker_side", lambda: SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(cuda_worker, "worker_connector", lambda: SimpleNamespace(runtime=runtime))
     monkeypatch.setattr(cuda_worker, "current_step", lambda: runtime.step)
     captures: list[tuple[CUDAGraphMode, BatchDescriptor, bool]] = []
 
@@ -182,7 +182,7 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
 
 def test_a_decode_pass_ends_where_something_composes() -> None:
     """The same object for the same requests, behind what they compose; positions as worked out one by one."""
-    side = WorkerSide(NO_LAYERS, HypicConfig())
+    side = WorkerConnector(NO_LAYERS, HypicConfig())
     side.start(CPU)
 
     def begun(computed: list[int], metadata: HypicMetadata | None = None, each: int = 1) -> Any:

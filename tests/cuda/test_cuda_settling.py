@@ -15,7 +15,7 @@ import torch
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
-from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.pool.copy.stream import CPUSideStream, side_stream_of
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
@@ -86,19 +86,19 @@ class LateStreams:
         return self.sent[-1]
 
 
-def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerSide, LateStreams]:
+def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerConnector, LateStreams]:
     """A worker whose pool keeps its books as on a GPU."""
     linear = tuple(LinearGeometry(f"layers.{i}", n, 4, 4, 3, 8, torch.float32) for i, n in enumerate(HEADS))
     geometry = PoolGeometry((), linear, page_tokens=8, pages=0, slots=SLOTS, transition_blocks=BLOCKS)
     late = LateStreams()
-    monkeypatch.setattr("vllm_hypic.connector.worker.side.side_stream_of", lambda device: late)
+    monkeypatch.setattr("vllm_hypic.connector.worker.connector.side_stream_of", lambda device: late)
     monkeypatch.setattr("vllm_hypic.pool.tensors.TransitionBlocks", partial(TransitionBlocks, joint=True))
-    worker = WorkerSide(geometry, HypicConfig())
+    worker = WorkerConnector(geometry, HypicConfig())
     worker.start(CPU)
     return worker, late
 
 
-def capture(worker: WorkerSide, slot: int, serial: int, *, leading: bool = False, dead: int = 0) -> None:
+def capture(worker: WorkerConnector, slot: int, serial: int, *, leading: bool = False, dead: int = 0) -> None:
     """A pass that completes a record, ``dead`` heads of which have forgotten."""
     assert worker.runtime is not None
     plan = CapturePlan(0, 4, slot, np.arange(4), None, leading, serial)

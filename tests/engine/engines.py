@@ -294,12 +294,12 @@ def metrics(llm: Any) -> dict[str, float]:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """The engine core's scheduler; on a hypic engine its ``.hypic`` is the plugin's ``SchedulerSide``."""
+    """The engine core's scheduler; on a hypic engine its ``.hypic`` is the ``SchedulerConnector``."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def worker_of(llm: Any) -> Any:
-    """The plugin's ``WorkerSide`` of a hypic engine."""
+    """The plugin's ``WorkerConnector`` of a hypic engine."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     return get_kv_transfer_group().worker
@@ -367,7 +367,7 @@ def audit(llm: Any) -> Audit:
         "pinned": side.directory.pinned,
         "composed": len(side.admission.requests) + len(side.admission._pending),
         "captures": len(requests._segments) + len(requests._incomplete),
-        "moved": len(side.arrivals) + len(side._deliveries),
+        "moved": len(side.loads) + len(side._pushes),
         "held": len(side._held) + len(scheduler._ending),
         "commands": len(scheduler._commands._answers),
         "prompt logprobs": len(scheduler._prompt_logprobs._rows),

@@ -75,7 +75,7 @@ def unstage(llm: Any) -> int:
     worker = worker_of(llm)
     del llm.llm_engine.has_unfinished_requests
     staged = worker._mover
-    assert not staged.unfinished and not staged._parcels, "copies are left"
+    assert not staged.unfinished and not staged._staged, "copies are left"
     assert staged._blocks.free == BLOCKS
     staged.close()
     _use(worker, llm.hypic_host_mover)

@@ -100,7 +100,7 @@ def test_answers_are_those_of_full_recompute(engine: Engine, oracle: Oracle) -> 
 
 def renamed(llm: Any, fault: str | None) -> None:
     """From now on records are named by other tokens than those they are of."""
-    answers = scheduler_of(llm).hypic.answers
+    answers = scheduler_of(llm).hypic.generated
     vars(answers).pop("end", None)
     if fault is None:
         return
@@ -218,7 +218,7 @@ def test_answers_with_drafts_side_by_side(drafting: Engine) -> None:
 
 def crossing(llm: Any) -> None:
     """Plant a fault: passes with drafts end where they like, and what they leave is kept."""
-    answers = scheduler_of(llm).hypic.answers
+    answers = scheduler_of(llm).hypic.generated
     scheduled = answers.scheduled
     answers.pass_end = lambda request_id, begin, end: end
     answers.scheduled = lambda passes, drafts: scheduled(passes)
@@ -240,5 +240,5 @@ def test_a_state_of_a_draft_shows(drafting: Engine) -> None:
 
 
 def mended(llm: Any) -> None:
-    answers = scheduler_of(llm).hypic.answers
+    answers = scheduler_of(llm).hypic.generated
     del answers.pass_end, answers.scheduled

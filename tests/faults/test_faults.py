@@ -100,13 +100,10 @@ class Felt:
     """When nothing was wrong."""
 
     def others_go_on(self) -> bool:
-        """Whether the plain request gets tokens.  Two tiers share the deadline: an engine that waits for a tier
-        gives no token for half of the deadline."""
-        longest, usual = (
-            max(DEADLINE_S / 4, 3 * max(self.quiet)),
-            max(DEADLINE_S / 20, 3 * median(self.quiet)),
-        )
-        return max(self.gaps) < longest and median(self.gaps) < usual
+        """Whether the plain request gets tokens.  An engine that waits for a tier gives no token for half of
+        the deadline, which two tiers share."""
+        longest = max(DEADLINE_S / 4, 3 * max(self.quiet))
+        return max(self.gaps) < longest and median(self.gaps) < max(DEADLINE_S / 20, 3 * median(self.quiet))
 
 
 def keep_one_waiting(stand: Stand, spoilt: Spoilt) -> Felt:

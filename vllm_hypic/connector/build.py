@@ -30,13 +30,13 @@ from ..store.build import build_store
 from ..store.eviction.flops import FlopModel
 from ..store.shared import shared_tiers
 from .identity import namespace_of
+from .scheduler.connector import SchedulerConnector
 from .scheduler.entries import Need
 from .scheduler.island_runs import IslandRuns
 from .scheduler.planning import NO_TOKENIZER, PlanningTexts
-from .scheduler.side import SchedulerSide
+from .worker.connector import WorkerConnector
 from .worker.link import RecordLink
 from .worker.shared_tier_link import SharedTierLink
-from .worker.side import WorkerSide
 from .worker.store_link import StoreLink
 from .worker.transfer_link import TransferLink
 
@@ -99,10 +99,10 @@ def _tokenizer(vllm_config: VllmConfig) -> Any:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def build_scheduler_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerSide:
+def build_scheduler_connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> SchedulerConnector:
     config = config_of(vllm_config)
     geometry = geometry_of(vllm_config, kv_cache_config)
-    side = SchedulerSide(
+    side = SchedulerConnector(
         config,
         geometry,
         namespace_of(vllm_config, geometry),
@@ -142,7 +142,7 @@ def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Isl
     return IslandRuns.for_engine(unit, min(limit for limit in limits if limit > 0))
 
 
-def warn_of_little_room(side: SchedulerSide) -> None:
+def warn_of_little_room(side: SchedulerConnector) -> None:
     """Log a warning if a segment of the expected length exceeds one request's share of the pool."""
     geometry, tokens = side.geometry, side.config.expected_segment_tokens
     needed = side.directory.space_for(Need(tokens, geometry.record_transition_blocks))
@@ -166,7 +166,7 @@ def _flop_model(vllm_config: VllmConfig, geometry: PoolGeometry) -> FlopModel:
     )
 
 
-def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerSide:
+def build_worker_connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> WorkerConnector:
     whole, config = geometry_of(vllm_config, kv_cache_config), config_of(vllm_config)
     namespace, parallel = namespace_of(vllm_config, whole), vllm_config.parallel_config
     geometry = whole.stage({name for group in kv_cache_config.kv_cache_groups for name in group.layer_names})
@@ -194,7 +194,7 @@ def build_worker_side(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     if config.learned is not None:
         _require_weights_of(config.learned, vllm_config)
         learned = LearnedRows.of(config.learned, whole, heads).of_stage(geometry)
-    return WorkerSide(geometry, config, open_links, learned)
+    return WorkerConnector(geometry, config, open_links, learned)
 
 
 def _require_weights_of(context: LearnedContext, vllm_config: VllmConfig) -> None:

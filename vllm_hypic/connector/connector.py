@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..config.drafting import looks_drafts_up
-from .build import build_scheduler_side, build_worker_side
+from .build import build_scheduler_connector, build_worker_connector
 from .metadata import HypicMetadata, WorkerReport
 from .passes import passes
 from .prompt_readers import prompt_readers
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from .scheduler.side import SchedulerSide
-    from .worker.side import WorkerSide
+    from .scheduler.connector import SchedulerConnector
+    from .worker.connector import WorkerConnector
 
 
 class HypicConnector(KVConnectorBase_V1, SupportsHMA):
@@ -42,15 +42,15 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.scheduler: SchedulerSide | None = None
-        self.worker: WorkerSide | None = None
+        self.scheduler: SchedulerConnector | None = None
+        self.worker: WorkerConnector | None = None
         self._told: HypicCounters | None = None
         self._looks_drafts_up = looks_drafts_up(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.scheduler = build_scheduler_side(vllm_config, kv_cache_config)
+            self.scheduler = build_scheduler_connector(vllm_config, kv_cache_config)
             self._reads_prompt = prompt_readers(vllm_config)
         else:
-            self.worker = build_worker_side(vllm_config, kv_cache_config)
+            self.worker = build_worker_connector(vllm_config, kv_cache_config)
 
     # -- scheduler side ------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
         metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
-        metadata.grown = self.scheduler.answers.scheduled(
+        metadata.grown = self.scheduler.generated.scheduled(
             passes(scheduler_output), scheduler_output.scheduled_spec_decode_tokens
         )
         self.scheduler.instruct(metadata)
@@ -111,7 +111,9 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         side = self.scheduler
-        return side is not None and (side.retention.has_orders or side.shared.waits or side.worker_unfinished)
+        return side is not None and (
+            side.retention.has_orders or side.delta_records.waits or side.worker_unfinished
+        )
 
     def reset_cache(self) -> bool | None:
         assert self.scheduler is not None

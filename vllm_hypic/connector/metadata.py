@@ -43,7 +43,7 @@ class LoadCount:
     """Name of the tier that had the record, or transport from another instance; as one rank reports it."""
     transition_blocks: int = 0
     """The most transition blocks that one of these ranks keeps."""
-    instead: frozenset[SegmentKey] | None = None
+    fallback_keys: frozenset[SegmentKey] | None = None
     """Keys that the tiers of all ranks with a missed part have; ``None`` without a missed part."""
 
     def __add__(self, other: LoadCount) -> LoadCount:
@@ -52,7 +52,7 @@ class LoadCount:
             self.missed + other.missed,
             self.route or other.route,
             max(self.transition_blocks, other.transition_blocks),
-            _in_both(self.instead, other.instead),
+            _in_both(self.fallback_keys, other.fallback_keys),
         )
 
 

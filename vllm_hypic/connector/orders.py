@@ -22,11 +22,11 @@ NIXL = "nixl"
 class FetchRecord:
     """Read a record from the store's tiers into its reserved ``place`` in the pool.
 
-    If no tier has the record, the outcome names the records of ``instead`` that a tier has.
+    If no tier has the record, the outcome names the records of ``fallback_keys`` that a tier has.
     """
 
     place: RecordPlace
-    instead: tuple[SegmentKey, ...] = ()
+    fallback_keys: tuple[SegmentKey, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Outcome:
     """Name of the record's tier, or ``nixl`` or ``tcp`` for a record that another instance sent."""
     transition_blocks: int = 0
     """Number of transition blocks that an arrived record keeps in the pool; 0 for other results."""
-    instead: frozenset[SegmentKey] = frozenset()
-    """Keys of the order's ``instead`` that the store has, if the fetch failed; empty otherwise."""
+    fallback_keys: frozenset[SegmentKey] = frozenset()
+    """Keys of the order's ``fallback_keys`` that the store has, if the fetch failed; empty otherwise."""
 
 
 class OrderQueue:

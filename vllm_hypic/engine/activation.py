@@ -295,6 +295,6 @@ def _with_ours(transfer: KVTransferConfig, options: dict[str, Any]) -> KVTransfe
     return replace(
         transfer,
         kv_connector=MULTI,
-        kv_connector_module_path="vllm_hypic.connector.beside",
+        kv_connector_module_path="vllm_hypic.connector.multi_connector",
         kv_connector_extra_config={"connectors": [ours, *others]},
     )

@@ -20,7 +20,7 @@ from ..config.engine import config_of
 from ..errors import ConfigError
 from ..pool.copy.staging import device_staging_bytes
 from .cuda_graphs import ComposedBatch, ComposedGraphs
-from .worker import HypicModelRunner, HypicWorker, current_step, worker_side
+from .worker import HypicModelRunner, HypicWorker, current_step, worker_connector
 
 logger = init_logger("vllm.hypic.worker")
 
@@ -88,7 +88,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
         """Allocate buffers for decode passes, if some layers' launches can be captured and replayed."""
         if not (kinds := self._decode_heads()):
             return
-        runtime = worker_side().runtime
+        runtime = worker_connector().runtime
         assert runtime is not None
         plans = runtime.shared.of(DecodePlans)
         plans.most = self.max_num_reqs
@@ -126,7 +126,7 @@ class HypicGPUModelRunner(HypicModelRunner, GPUModelRunner):
                 self._named = None
         if self._graphs is None:
             return
-        runtime = worker_side().runtime
+        runtime = worker_connector().runtime
         assert runtime is not None
         with self._graphs.capturing(desc, runtime):
             super()._warmup_and_capture(desc, cudagraph_runtime_mode, *args, **kwargs)

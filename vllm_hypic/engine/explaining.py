@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from ..cache_api.answers import Explanation, PromptPart, RecordPlace, Run
+from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.planning import PlanRequest
-from ..connector.scheduler.side import SchedulerSide
 from ..primitives.keys import Role, SegmentKey
 from ..primitives.options import link_of_request, segment_mode_of_request
 from ..primitives.plan import CachedSegment, PromptPlan
@@ -17,7 +17,7 @@ from ..primitives.tokens import PrimitiveIds
 def explanation(
     request: PlanRequest,
     plan: PromptPlan | None,
-    side: SchedulerSide,
+    side: SchedulerConnector,
     mode: str,
     pieces: Mapping[str, int],
     *,
@@ -73,7 +73,7 @@ def _placed(segments: tuple[CachedSegment, ...]) -> Iterator[tuple[CachedSegment
         reused += segment.reused
 
 
-def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) -> PromptPart:
+def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerConnector) -> PromptPart:
     """Return the part for a segment whose first token is at prompt index ``own[at]``."""
     bounds = [(part.first, part.stop) for part in segment.parts if part.first < part.stop]
     runs: list[Run] = []
@@ -95,7 +95,7 @@ def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerSide) 
     )
 
 
-def _place(key: SegmentKey, side: SchedulerSide) -> RecordPlace:
+def _place(key: SegmentKey, side: SchedulerConnector) -> RecordPlace:
     """Return the place of the record that users know by the key ``key``."""
     state = side.retention.record_state(key)
     if state.resident or state.pending:

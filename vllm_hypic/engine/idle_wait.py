@@ -27,7 +27,7 @@ def watch_arrivals(wake: Callable[[], None]) -> bool:
     Returns False if the worker is another process, or receives no records from other instances."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from ..connector.beside import own_connector
+    from ..connector.multi_connector import own_connector
 
     connector = own_connector(get_kv_transfer_group() if has_kv_transfer_group() else None)
     if connector is None or connector.worker is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
+from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.entries import Lookup
-from ..connector.scheduler.side import SchedulerSide
 from ..segment_parallel.description import Description
 
 
@@ -15,7 +15,7 @@ class RoutedInstance:
     Only the scheduler's thread uses this class.
     """
 
-    def __init__(self, side: SchedulerSide, models: tuple[str, ...], max_model_len: int) -> None:
+    def __init__(self, side: SchedulerConnector, models: tuple[str, ...], max_model_len: int) -> None:
         """``models``: names under which the engine serves the model."""
         self._side, self._models, self._max_model_len = side, models, max_model_len
         self._id = secrets.token_hex(8)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats
 
-from ..connector.scheduler.side import SchedulerSide
+from ..connector.scheduler.connector import SchedulerConnector
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,7 +38,7 @@ class _Prompt:
 class PromptCounts:
     """Corrects vLLM's statistics of planned requests.  ``alone``: HypicConnector is the only connector."""
 
-    def __init__(self, side: SchedulerSide, *, alone: bool) -> None:
+    def __init__(self, side: SchedulerConnector, *, alone: bool) -> None:
         self._side, self._alone = side, alone
         self._prompts: dict[str, _Prompt] = {}
         """Planned requests by id, until vLLM reports their end."""

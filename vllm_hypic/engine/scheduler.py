@@ -26,9 +26,9 @@ from ..cache_api.handler import CommandHandler
 from ..cache_api.registry import SegmentRegistry
 from ..cache_api.registry_file import registry_folder
 from ..connector.passes import passes
+from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
-from ..connector.scheduler.side import SchedulerSide
 from ..primitives.options import FOUND, PUSH_TO, SEGMENTS, Transfer
 from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
@@ -65,7 +65,7 @@ class _HypicMixin(Scheduler):
         # Stock vLLM calls _mamba_block_aligned_split only if its prefix cache keeps states.
         self._splits_for_states = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = self.has_mamba_layers or self.num_spec_tokens > 0
-        from ..connector.beside import own_connector
+        from ..connector.multi_connector import own_connector
 
         own = own_connector(self.connector)
         if own is None or own.scheduler is None:
@@ -73,7 +73,7 @@ class _HypicMixin(Scheduler):
                 "HypicScheduler needs HypicConnector as the KV connector, "
                 f"got {type(self.connector).__name__}; use --attention-backend hypic"
             )
-        self.hypic: SchedulerSide = own.scheduler
+        self.hypic: SchedulerConnector = own.scheduler
         self._has_others = own is not self.connector
         """Whether the engine has other KV connectors beside HypicConnector."""
         if not self._has_others:
@@ -252,7 +252,7 @@ class _HypicMixin(Scheduler):
                 priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
             )
         if mode == "prefix":
-            self.hypic.answers.expect(request.request_id, request.max_tokens)
+            self.hypic.generated.expect(request.request_id, request.max_tokens)
 
     def _set_stream(self, request: Request, plan: PromptPlan) -> None:
         """Make the plan's stream the request's tokens."""
@@ -397,7 +397,7 @@ class _HypicMixin(Scheduler):
             most = self.max_model_len - 1 - (plan.n_logical - len(plan.stream))
             end = min(end, max(request.num_tokens, most))
         if begin >= request.num_prompt_tokens:
-            end = self.hypic.answers.pass_end(request.request_id, begin, end)
+            end = self.hypic.generated.pass_end(request.request_id, begin, end)
         return max(0, self.hypic.pass_end(request.request_id, end) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:

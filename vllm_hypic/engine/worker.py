@@ -19,8 +19,8 @@ from vllm.logger import init_logger
 from ..backends.ops import extension
 from ..config.drafting import looks_drafts_up
 from ..config.engine import config_of
-from ..connector.beside import own_connector, own_metadata
-from ..connector.worker.side import WorkerSide
+from ..connector.multi_connector import own_connector, own_metadata
+from ..connector.worker.connector import WorkerConnector
 from ..pool.step import StepContext, rewritten_positions
 from ..pool.upload import upload
 from .batch_updates import PromptTellingBuilder
@@ -40,7 +40,7 @@ logger = init_logger("vllm.hypic.worker")
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
-def worker_side() -> WorkerSide:
+def worker_connector() -> WorkerConnector:
     """Return the worker half of this process's connector."""
     connector = own_connector(get_kv_transfer_group())
     assert connector is not None and connector.worker is not None
@@ -51,7 +51,7 @@ def current_step() -> StepContext | None:
     """Return the record work of the current pass; ``None`` without such work, or while the engine starts."""
     if not has_kv_transfer_group():
         return None
-    runtime = worker_side().runtime
+    runtime = worker_connector().runtime
     return None if runtime is None else runtime.step
 
 
@@ -76,7 +76,7 @@ class HypicModelRunner(GPUModelRunner):
             return
         from ..backends.attach import attach
 
-        worker = worker_side()
+        worker = worker_connector()
         found = attach(self, worker.geometry, worker.start)
         if isinstance(drafter := getattr(self, "drafter", None), ComposingDrafter):
             assert worker.runtime is not None
@@ -104,7 +104,7 @@ class HypicModelRunner(GPUModelRunner):
         prepared = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         metadata = own_metadata(scheduler_output.kv_connector_metadata)
         batch = self.input_batch
-        step = worker_side().begin_step(
+        step = worker_connector().begin_step(
             metadata, batch.req_ids, batch.num_computed_tokens_cpu[: batch.num_reqs], num_scheduled_tokens
         )
         if step is not None:
@@ -117,11 +117,11 @@ class HypicModelRunner(GPUModelRunner):
         if not isinstance(batch.batch_update_builder, PromptTellingBuilder):
             batch.batch_update_builder = PromptTellingBuilder(batch.batch_update_builder, self._whole_prompts)
         # The metadata contain the whole prompts of new requests, which the batch update below reads.
-        worker_side().absorb(own_metadata(scheduler_output.kv_connector_metadata))
+        worker_connector().absorb(own_metadata(scheduler_output.kv_connector_metadata))
         return super()._update_states(scheduler_output)
 
     def _whole_prompts(self) -> dict[int, np.ndarray]:
-        prompts = worker_side().prompts.items()
+        prompts = worker_connector().prompts.items()
         return {id(self.requests[r].prompt_token_ids): prompt for r, prompt in prompts if r in self.requests}
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,10 +138,10 @@ class HypicModelRunner(GPUModelRunner):
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> Any:
         """Return the drafts for the next step."""
-        runtime, batch = worker_side().runtime, self.input_batch
+        runtime, batch = worker_connector().runtime, self.input_batch
         assert runtime is not None
         step = runtime.step
-        if self._looks_drafts_up and (prompts := worker_side().prompts):
+        if self._looks_drafts_up and (prompts := worker_connector().prompts):
             self.input_batch = WholePrompts.of(batch, [prompts.get(request) for request in batch.req_ids])
         try:
             return super().propose_draft_token_ids(*args, **kwargs)
@@ -155,7 +155,7 @@ class HypicModelRunner(GPUModelRunner):
         if metadata.no_penalties or metadata is self._counted:
             return
         self._counted = metadata
-        prompts = worker_side().prompts
+        prompts = worker_connector().prompts
         read = [np.unique(prompts.get(request_id, _NO_TOKENS)) for request_id in batch.req_ids]
         if (most := max(map(len, read))) == 0:
             return
@@ -229,5 +229,5 @@ class HypicWorker(WorkerBase):
 
     def hypic_calls(self) -> dict[str, int]:
         """Return how often each of the plugin's operators ran; for ``collective_rpc``."""
-        runtime = worker_side().runtime
+        runtime = worker_connector().runtime
         return {} if runtime is None else dict(runtime.calls)

@@ -274,5 +274,5 @@ def hypic_calls(llm: Any) -> dict[str, int]:
 
 
 def scheduler_of(llm: Any) -> Any:
-    """Return the engine core's scheduler; in a hypic engine ``.hypic`` is the plugin's ``SchedulerSide``."""
+    """Return the engine core's scheduler; in a hypic engine ``.hypic`` is the ``SchedulerConnector``."""
     return llm.llm_engine.engine_core.engine_core.scheduler

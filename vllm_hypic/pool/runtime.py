@@ -25,7 +25,7 @@ class CarryingLayer(Protocol):
 
 @dataclass
 class HypicRuntime:
-    """The state that ``WorkerSide`` writes and layers read.
+    """The state that ``WorkerConnector`` writes and layers read.
 
     ``step``: PIC's work in the running pass; ``None``: no work, so layers run stock code only."""
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from .places import Place
+from .places import CutPoint
 
 
-def local_minima(places: Iterable[Place], reach: int) -> list[Place]:
+def local_minima(places: Iterable[CutPoint], reach: int) -> list[CutPoint]:
     """Return, in order, each place that is the smallest of all places within ``reach`` tokens of it.
 
     Two returned places are more than ``reach`` tokens apart, and twice ``reach`` on average in a long text.
     An edit moves no cut that is further than ``reach`` tokens away.  The first of equal places wins.
     """
-    best: dict[int, Place] = {}
+    best: dict[int, CutPoint] = {}
     for place in places:
         if place.start not in best or place < best[place.start]:
             best[place.start] = place
     ordered = [best[start] for start in sorted(best)]
-    least: deque[Place] = deque()  # places within reach that may be the smallest, smallest first
+    least: deque[CutPoint] = deque()  # places within reach that may be the smallest, smallest first
     found, ahead = [], 0
     for place in ordered:
         while ahead < len(ordered) and ordered[ahead].start <= place.start + reach:
@@ -34,5 +34,5 @@ def local_minima(places: Iterable[Place], reach: int) -> list[Place]:
     return found
 
 
-def _rank(place: Place) -> tuple[int, int]:
-    return place.kind, place.sign
+def _rank(place: CutPoint) -> tuple[int, int]:
+    return place.rank, place.content_hash

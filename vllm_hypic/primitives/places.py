@@ -45,11 +45,11 @@ _SIGNED = 32
 """Number of characters before a place that its checksum covers."""
 
 
-class Place(NamedTuple):
-    """A place where a piece may begin.  The smallest wins: by kind, then by a checksum of the text before."""
+class CutPoint(NamedTuple):
+    """A place where a piece may begin.  The smallest wins: by rank, then by a checksum of the text before."""
 
-    kind: int
-    sign: int
+    rank: int
+    content_hash: int
     stop: int
     """Index of the token with the last non-space character before the place.  Pieces end before this token,
     as it depends on both sides.  -1: the text begins with the match that the place is behind."""
@@ -94,7 +94,7 @@ class Marks:
         """Return the marks of the tokens from ``start`` on."""
         return Marks(self._texts[start:])
 
-    def place(self, kind: int, first: int, last: int) -> Place | None:
+    def place(self, kind: int, first: int, last: int) -> CutPoint | None:
         """Return the place where a piece may begin at one of the characters ``[first, last]``.
 
         ``None``: no token begins in that range, or only space stands before ``last``."""
@@ -110,13 +110,13 @@ class Marks:
         before = bisect_right(self._at, stop - 1) - 1 if stop else -1
         if start >= len(self._texts) or self._at[start] < first or start <= before:
             return None
-        return Place(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
+        return CutPoint(kind, crc32(self.text[max(0, stop - _SIGNED) : stop].encode()), before, start)
 
-    def words(self, left: int, right: int) -> Iterator[Place]:
+    def words(self, left: int, right: int) -> Iterator[CutPoint]:
         """Yield the places behind one in :data:`_FEW_WORDS` words of tokens ``[left, right)``."""
         for match in _SPACE.finditer(self.text, self._at[left], self._at[right]):
             place = self.place(_WORD, match.start(), match.end())
-            if place is not None and place.sign % _FEW_WORDS == 0:
+            if place is not None and place.content_hash % _FEW_WORDS == 0:
                 yield place
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def marked(marks: Marks, patterns: Sequence[Pattern]) -> list[tuple[int, int]]:
     return disjoint
 
 
-def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
+def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[CutPoint]:
     """Yield the places at which patterns without a group ``segment`` let a piece begin.  Earlier patterns
     give better places."""
     for kind, pattern in enumerate(patterns):
@@ -179,7 +179,7 @@ def matches(marks: Marks, patterns: Sequence[Pattern]) -> Iterator[Place]:
                 yield found
 
 
-def before_question(places: Iterable[Place], asked: int) -> list[Place]:
+def before_question(places: Iterable[CutPoint], asked: int) -> list[CutPoint]:
     """Return the places up to the first place that may begin the question, at token ``asked`` or later.
 
     A question may have paragraphs: where better places separate the documents, such a place begins the
@@ -188,12 +188,12 @@ def before_question(places: Iterable[Place], asked: int) -> list[Place]:
     behind = sorted((place for place in places if place.start >= asked), key=lambda place: place.start)
     if not behind:
         return places
-    best = min((place.kind for place in places if place.start < asked), default=0)
-    first = next((place for place in behind if place.kind <= best), behind[0])
+    best = min((place.rank for place in places if place.start < asked), default=0)
+    first = next((place for place in behind if place.rank <= best), behind[0])
     return [place for place in places if place.start <= first.start]
 
 
-def ends(marks: Marks, reach: int) -> list[Place]:
+def ends(marks: Marks, reach: int) -> list[CutPoint]:
     """Return the ends of paragraphs, lines and sentences, the better kinds first.  Where no end lies within
     ``reach`` tokens, the ends of some words are places, too, of the worst kind."""
     found = []

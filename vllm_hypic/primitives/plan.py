@@ -85,7 +85,7 @@ class CachedSegment:
         return sum(part.stop - part.first for part in self.parts)
 
     @property
-    def has_spare(self) -> bool:
+    def has_scratch_slot(self) -> bool:
         """Whether the record takes a second slot, and as many transition blocks, until it is complete."""
         return bool(self.checkpoints) and self.role is Role.INTERIOR
 
@@ -353,7 +353,7 @@ class Budget:
         if segment.key in self._seen:
             return True
         # A stretch's record is computed in one slot, from the record in the other slot.
-        slots = 2 if segment.has_spare else 1
+        slots = 2 if segment.has_scratch_slot else 1
         pages = -(-segment.columns // self._limits.page_tokens) + slots * self._limits.state_pages
         blocks = 0 if segment.role is Role.LEADING else self._limits.record_tiles
         rooms = self._of_all if segment.key in self._kept else self._of_others

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 from .chunks import local_minima
 from .messages import messages_of, newest_of
-from .places import Marks, Pattern, Place, before_question, ends, marked, matches
+from .places import CutPoint, Marks, Pattern, before_question, ends, marked, matches
 from .structure import Block, Kind, Structure
 
 SegmentMode = Literal["off", "structure", "text", "cdc"]
@@ -143,7 +143,9 @@ class Segmenter:
         """Join neighbouring tools that are too short alone, and yield their ranges.
 
         The tools' own checksums decide the cuts, so an inserted or removed tool changes only cuts nearby."""
-        cuts = local_minima([Place(0, tool.sign, tool.start, tool.start) for tool in tools], self._min)
+        cuts = local_minima(
+            [CutPoint(0, tool.content_hash, tool.start, tool.start) for tool in tools], self._min
+        )
         starts = {cut.start for cut in cuts}
         first = 0
         for i in range(1, len(tools) + 1):
@@ -167,7 +169,7 @@ class Segmenter:
         segments: Sequence[tuple[int, int]] = []
         if mode == "cdc":
             reach = self._mean // 2
-            places: Iterable[Place] = ends(marks, reach)
+            places: Iterable[CutPoint] = ends(marks, reach)
         else:
             segments, reach = marked(marks, self._patterns), self._min
             places = matches(marks, self._patterns)

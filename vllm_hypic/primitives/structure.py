@@ -61,7 +61,7 @@ class Block(NamedTuple):
     """The block is of a system message, and the first of all blocks."""
     asks: bool = False
     """The question stands at the block's end."""
-    sign: int = 0
+    content_hash: int = 0
     """Checksum of a tool's text."""
     newest: int | None = None
     """Index of the block's message, if this is the user's last message or a later one."""
@@ -125,9 +125,9 @@ def locate(chat: Chat, text: bytes, starts: Sequence[int], least: int) -> Struct
             counts["unaligned"] += 1
             continue
         counts["moved"] += starts[start] > piece.first
-        sign = crc32(text[piece.first : piece.last]) if piece.kind is Kind.TOOL else 0
+        checksum = crc32(text[piece.first : piece.last]) if piece.kind is Kind.TOOL else 0
         blocks.append(
-            Block(start, stop, piece.kind, piece.system and not blocks, piece.asks, sign, piece.newest)
+            Block(start, stop, piece.kind, piece.system and not blocks, piece.asks, checksum, piece.newest)
         )
     return Structure(blocks, counts)
 

@@ -45,12 +45,12 @@ class Fetched:
 
 
 @dataclass
-class Look:
+class LookupResult:
     """The result of a search for objects, which the store fills in."""
 
-    there: frozenset[ObjectName] | None = None
+    found: frozenset[ObjectName] | None = None
     """The objects that the store found; ``None``: the search still runs."""
-    fault: str = ""
+    error: str = ""
     """The reason why a tier cannot answer, or did not take an object; empty without a fault."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from .async_tier import AsyncTier, Item
 from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, Look, Reader, Reservation, StoreStats, Verdict
+from .protocol import Fetched, LookupResult, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier
@@ -288,7 +288,7 @@ class TieredStore:
                 return False
             return True if all(tier.holds(name) for tier in self._tiers) else None
 
-    def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> Look:
+    def look_for(self, names: Sequence[ObjectName], tier: str | None = None) -> LookupResult:
         """Start a search for ``names``, which ends within the deadline.  A tier that cannot tell at once
         finds at least the first name that it has.  ``tier``: ask only this tier, after its present writes
         of ``names`` (``KeyError``: no such tier).  ``None``: ask all tiers; objects in the queue count as
@@ -296,31 +296,35 @@ class TieredStore:
         asked = [t for t in self._tiers if tier in (None, t.name)]
         if not asked:
             raise KeyError(f"no tier is named {tier!r}: there are {[t.name for t in self._tiers]}")
-        look = Look()
+        look = LookupResult()
         with self._lock:
             Task(self._look_for(look, tuple(names), asked, None if tier is None else asked[0]))
             self._begun.notify_all()
         return look
 
     async def _look_for(
-        self, look: Look, names: tuple[ObjectName, ...], tiers: Sequence[AsyncTier], only: AsyncTier | None
+        self,
+        look: LookupResult,
+        names: tuple[ObjectName, ...],
+        tiers: Sequence[AsyncTier],
+        only: AsyncTier | None,
     ) -> None:
         there: set[ObjectName] = set()
-        look.fault = "the store is closed" if self._closed else ""
+        look.error = "the store is closed" if self._closed else ""
         for name in names:
             if (writing := self._writes.find(name)) is None:
                 continue
             if only is not None and writing.ended[only.name].done:
                 continue  # the write has ended: the tier itself answers
             fault = "" if only is None else await writing.ended[only.name]
-            look.fault = look.fault or fault
+            look.error = look.error or fault
             there.update(() if fault else (name,))
         until = self._clock() + self._settings.deadline_s
-        for tier in () if look.fault else tiers:
+        for tier in () if look.error else tiers:
             found, fault = await tier.look_for([name for name in names if name not in there], until)
             there.update(found)
-            look.fault = look.fault or fault
-        look.there = frozenset(there)
+            look.error = look.error or fault
+        look.found = frozenset(there)
 
     # -- managing
 

@@ -12,7 +12,7 @@ from ..engine.segments import PromptSegments, Vocabulary
 from ..primitives.pieces import ParsedPrompt, cut_prompt, parse_prompt
 from ..primitives.places import PRESETS
 from ..primitives.tokens import PrimitiveIds
-from .prompts import Prompt
+from .prompts import RecordedPrompt
 from .replay import Linking, PrefixCaches, Replay
 
 MEANS = (512, 1024, 2048)
@@ -32,7 +32,7 @@ class Candidate:
     """Complexity of the options: the smaller, the simpler."""
     options: dict[str, Any] | None
     """Options of section ``segment``; ``None`` for vLLM's prefix cache alone."""
-    cut: Callable[[Prompt], ParsedPrompt | None]
+    cut: Callable[[RecordedPrompt], ParsedPrompt | None]
     replay: Replay
 
 
@@ -58,7 +58,7 @@ class Comparison:
             segments = PromptSegments(vocabulary, replace(given, **options))
             mode = options["mode"]
 
-            def cut(prompt: Prompt) -> ParsedPrompt | None:
+            def cut(prompt: RecordedPrompt) -> ParsedPrompt | None:
                 spans = segments.found(prompt.ids, mode, prompt.engine_input).spans
                 return cut_prompt(prompt.ids, spans) if spans else None
 
@@ -76,7 +76,7 @@ class Comparison:
         self.prompts = self.with_separators = self.chats = 0
         self.tenants: set[str | None] = set()
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: RecordedPrompt) -> None:
         """Replay the prompt with every candidate."""
         primitives = self._primitives
         marked = parse_prompt(prompt.ids, primitives) if primitives.contains(prompt.ids) else None

@@ -35,7 +35,7 @@ class LogError(ValueError):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RecordedPrompt:
     """A prompt of a request."""
 
     ids: list[int]
@@ -102,7 +102,7 @@ class FrontEnd:
         self._runner.close()
         self._renderer.shutdown()
 
-    def prompts(self, body: dict[str, Any]) -> Iterator[Prompt]:
+    def prompts(self, body: dict[str, Any]) -> Iterator[RecordedPrompt]:
         """Yield the prompts of a request, or no prompt if the request has images or other parts than text.
 
         Raises :class:`LogError` if the server would refuse the request.
@@ -119,7 +119,7 @@ class FrontEnd:
         for engine_input in inputs:
             ids, salt = engine_input["prompt_token_ids"], engine_input.get("cache_salt")
             asked = EngineCoreRequest("", ids, None, params, None, 0.0, None, salt, None)
-            yield Prompt(ids, engine_input, salt, reason_not_to_cut(asked, self.primitives) is None)
+            yield RecordedPrompt(ids, engine_input, salt, reason_not_to_cut(asked, self.primitives) is None)
 
     async def _render(self, body: dict[str, Any]) -> tuple[list[Any], Any]:
         """Return the engine's inputs and the sampling parameters."""

@@ -29,7 +29,7 @@ from vllm_hypic.backends.ops.span_attention.torch import rotate
 from vllm_hypic.backends.ops.span_attention.triton import kernels, merge, operators
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
-from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.pool.decoding import Decoding
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import StreamPlan
@@ -346,7 +346,7 @@ def test_host_work_of_unchanged_requests_does_not_grow_with_them() -> None:
     found = {}
     for requests in (1, 64):
         geometry = PoolGeometry((AttentionGeometry("layer", KV_HEADS, SIZE, DTYPE),), (), 8, SLOTS // 8, 8)
-        side = WorkerSide(geometry, HypicConfig())
+        side = WorkerConnector(geometry, HypicConfig())
         runtime = side.start(CPU)
         plans = runtime.shared.of(DecodePlans)
         plans.most = 64

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_hypic.backends.linear.base import LinearLayer
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
-from vllm_hypic.connector.worker.side import WorkerSide
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.engine import worker
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
 from vllm_hypic.pool import decoding, learned, transition_blocks
@@ -74,7 +74,7 @@ class Worker:
 
     def __init__(self, patch: Patch, mrope: bool = False) -> None:
         rows = torch.randn(1, 4, 1, 8)
-        side = self.side = WorkerSide(
+        side = self.side = WorkerConnector(
             GEOMETRY, HypicConfig(), learned=LearnedRows(("attention",), rows, rows)
         )
         self.runtime = side.start(CPU)
@@ -88,7 +88,7 @@ class Worker:
         made.positions, made.uses_mrope = torch.arange(100, 120), mrope
         made.mrope_positions = SimpleNamespace(gpu=torch.arange(100, 120).expand(3, -1).clone())
         self.runner, self.patch = made, patch
-        patch.setattr(worker, "worker_side", lambda: side)
+        patch.setattr(worker, "worker_connector", lambda: side)
         patch.setattr(GPUModelRunner, "_prepare_inputs", indices)
 
     def step(self, requests: dict[str, tuple[int, int]], **news: Any) -> Any:

@@ -26,7 +26,7 @@ from vllm_hypic.connector.orders import (
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.copy import stream as stream_module
 from vllm_hypic.pool.copy.copy_thread import CopyThread
-from vllm_hypic.pool.copy.staged import StagedMover, _Departure
+from vllm_hypic.pool.copy.staged import StagedMover, _OutgoingCopy
 from vllm_hypic.pool.copy.staging import (
     BLOCK_BYTES,
     HostBlocks,
@@ -98,7 +98,7 @@ class Faulty:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.faulty: set[int] = set()
-        unpack = _Departure.unpack
+        unpack = _OutgoingCopy.unpack
 
         def failing(departure: Any, chunk: Any, block: Any) -> None:
             if not self.faulty or departure.place.serial in self.faulty:
@@ -107,7 +107,7 @@ class Faulty:
                 raise MemoryError("no memory for it")
             unpack(departure, chunk, block)
 
-        monkeypatch.setattr(_Departure, "unpack", failing)
+        monkeypatch.setattr(_OutgoingCopy, "unpack", failing)
 
 
 def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
@@ -138,7 +138,7 @@ def test_the_end_waits_for_the_thread_and_seals() -> None:
     world = World(0)
     slow: Any = world.mover
     assert isinstance(slow, StagedMover)
-    slow._copies, unpack = CopyThread(), _Departure.unpack
+    slow._copies, unpack = CopyThread(), _OutgoingCopy.unpack
     threads: set[str] = set()
 
     def late(departure: Any, chunk: Any, block: Any) -> None:
@@ -147,7 +147,7 @@ def test_the_end_waits_for_the_thread_and_seals() -> None:
         unpack(departure, chunk, block)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Departure, "unpack", late)
+        patch.setattr(_OutgoingCopy, "unpack", late)
         link, there, _, data = ordered(world)
         link.advance()
         world.device.run_all()
@@ -318,7 +318,7 @@ def test_a_record_of_another_instance(how: str) -> None:
     finished = link.get_finished()
     assert not any(o.result is Result.DONE for o in finished), "it counts before its copies are over"
     mover.drain()
-    assert mover._blocks.free == mover._blocks.count and not mover._parcels
+    assert mover._blocks.free == mover._blocks.count and not mover._staged
     (outcome,) = [*finished, *link.get_finished()]
     assert outcome.order == AwaitRecord(place)
     assert outcome.result is (Result.DONE if how == "comes" else Result.FAILED)

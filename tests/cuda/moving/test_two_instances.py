@@ -11,11 +11,11 @@ import pytest
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.orders import StopAwaiting
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.planning import PlanRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.connector.worker.link import RecordLink
 from vllm_hypic.connector.worker.shared_tier_link import SharedTierLink
-from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.codec import RankPart, RecordCodec
@@ -45,8 +45,8 @@ class Instance:
     def __init__(self, tier: MemoryTier | None) -> None:
         self.tier, store = tier, {} if tier is None else {"store": {"tiers": TIERS}}
         config = HypicConfig.from_mapping(OPTIONS | {"segment_parallel": PARALLEL} | store)
-        self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
-        self.worker = WorkerSide(GEOMETRY, config, self._open_links)
+        self.side = SchedulerConnector(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
+        self.worker = WorkerConnector(GEOMETRY, config, self._open_links)
         self.pool = self.worker.start(CPU).pool
         self.names = 0
 

@@ -19,12 +19,12 @@ import torch
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.orders import FetchRecord
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Entry
 from vllm_hypic.connector.scheduler.planning import PlanRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
-from vllm_hypic.connector.worker import side as worker_module
+from vllm_hypic.connector.worker import connector as worker_module
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.connector.worker.link import RecordLink
-from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.codec import RankPart, RecordCodec
@@ -142,12 +142,12 @@ class World:
         self.rng, self.device, self.lags = random.Random(seed), LateDevice(seed), lag
         store = {"tiers": [{"type": "memory", "bytes": 1 << 20}], "eviction": "lru"}
         config = HypicConfig.from_mapping(OPTIONS | {"store": store})
-        self.side = SchedulerSide(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
+        self.side = SchedulerConnector(config, GEOMETRY, NAMESPACE, 4096, lambda: IDS)
         tier = MemoryTier("memory", 1 << 20, make_policy("lru", "always"))
         self.store = TieredStore([tier], StoreSettings(deadline_s=1e6, queue_bytes=1 << 20))
         for tier in self.store._tiers:
             assert tier.open_once()
-        self.worker = WorkerSide(GEOMETRY, config, self._open_links)
+        self.worker = WorkerConnector(GEOMETRY, config, self._open_links)
         with _on(self.device, make):
             runtime = self.worker.start(CPU)
         self.pool = runtime.pool
@@ -288,7 +288,7 @@ class World:
             threads: list[WatchdogExecutor | CopyThread] = list(self._executors())
             threads += [self.mover._copies] if isinstance(self.mover, StagedMover) else []
             working = [self.run_one(executor) for executor in threads]
-            busy = self._waiting or self._running or len(self.side.arrivals) or self.side.retention.has_orders
+            busy = self._waiting or self._running or len(self.side.loads) or self.side.retention.has_orders
             if not (busy or self.side.worker_unfinished or any(working)):
                 break
             self.step()
@@ -306,7 +306,7 @@ class World:
         )
         if isinstance(self.mover, StagedMover):
             staging: Any = self.mover._blocks
-            assert staging.free == staging.count and not self.mover._parcels and not self.mover.unfinished
+            assert staging.free == staging.count and not self.mover._staged and not self.mover.unfinished
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
             columns = self.side._view.slot_mapping(entry)

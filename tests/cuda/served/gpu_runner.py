@@ -44,7 +44,7 @@ def pretend(fault: str = "") -> None:
 
     from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionBackend
     from vllm_hypic.backends.linear import gdn
-    from vllm_hypic.connector.worker import side
+    from vllm_hypic.connector.worker import connector as worker_half
     from vllm_hypic.engine import cpu_worker
     from vllm_hypic.patches import cuda_kept_lse
     from vllm_hypic.pool import tensors
@@ -65,7 +65,7 @@ def pretend(fault: str = "") -> None:
     # Records are settled one pass later, and their transition blocks stand in one table.
     late = stream.CPUSideStream()
     late.behind = True
-    side.side_stream_of = lambda device: late
+    worker_half.side_stream_of = lambda device: late
     tensors.TransitionBlocks = functools.partial(tensors.TransitionBlocks, joint=True)  # type: ignore
 
 
@@ -129,7 +129,7 @@ def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     from vllm_hypic.backends.ops import gated_delta
     from vllm_hypic.backends.ops.gated_delta import torch as operators
     from vllm_hypic.backends.ops.program import ordinary
-    from vllm_hypic.engine.worker import worker_side
+    from vllm_hypic.engine.worker import worker_connector
 
     metadata = get_forward_context().attn_metadata
     if metadata is None:  # vLLM's profile run
@@ -140,7 +140,7 @@ def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     assert bounds[-1] == m.num_actual_tokens
     resumed = [True] * requests if m.has_initial_state is None else m.has_initial_state.tolist()
     caches = layer._current_views().caches(m.non_spec_state_indices_tensor[:requests].contiguous())
-    x, records = gated_delta.Inputs(mixed, a, b), layer.records(worker_side().runtime)
+    x, records = gated_delta.Inputs(mixed, a, b), layer.records(worker_connector().runtime)
     operators.gdn_compose(x, layer.weights(), caches, out, records, *ordinary(bounds, resumed))
 
 

@@ -36,9 +36,9 @@ def watch(core: Any) -> list[int]:
 
 def held(worker: object) -> list[int]:
     """Transition blocks that this stage holds, by slot."""
-    from vllm_hypic.engine.worker import worker_side
+    from vllm_hypic.engine.worker import worker_connector
 
-    side = worker_side()
+    side = worker_connector()
     blocks = side.runtime.pool.transition_blocks  # type: ignore[union-attr]
     return [sum(int((row >= 0).sum()) for row in blocks.held(slot)) for slot in range(side.geometry.slots)]
 

@@ -13,7 +13,7 @@ from benchmarks.lib.serving import Server, ServerError
 from vllm_hypic import register
 from vllm_hypic.config.drafting import refusal, see_text_alike
 from vllm_hypic.config.engine import config_of
-from vllm_hypic.connector.beside import MultiConnector
+from vllm_hypic.connector.multi_connector import MultiConnector
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.drafter import ComposingDrafter
 from vllm_hypic.errors import ConfigError

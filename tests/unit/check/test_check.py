@@ -44,9 +44,9 @@ def checked(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
 def pool(llm: Any) -> tuple[int, int, int]:
     """Bytes of the pool, pages of a segment as sized, and how many of these it holds."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    from vllm_hypic.engine.worker import worker_side
+    from vllm_hypic.engine.worker import worker_connector
 
-    geometry, config = worker_side().geometry, config_of(worker.vllm_config)
+    geometry, config = worker_connector().geometry, config_of(worker.vllm_config)
     space = expected_space(geometry, config)
     return geometry.nbytes, geometry.bytes_of(space), geometry.pages // space.pages
 

@@ -61,7 +61,7 @@ class Worker:
         self.moving: dict[int, RecordPlace] = {}
         """Records on their way into the pool, by serial; the ones in ``awaited`` from another instance."""
         self.awaited: set[int] = set()
-        self.instead: dict[int, tuple[SegmentKey, ...]] = {}
+        self.fallback_keys: dict[int, tuple[SegmentKey, ...]] = {}
         """What else is looked for, by serial."""
         self.left: dict[int, int] = {}
         """Ranks that have yet to report them."""
@@ -72,7 +72,7 @@ class Worker:
         match order:
             case orders.FetchRecord(place) | orders.AwaitRecord(place):
                 if isinstance(order, orders.FetchRecord):
-                    self.instead[place.serial] = order.instead
+                    self.fallback_keys[place.serial] = order.fallback_keys
                 assert all(p.key != place.key for p in self.moving.values()), "a second fetch is refused"
                 self.write(place.serial, place.slot, place.stored_slots)
                 self.slots[place.slot] = Content(place.serial, place.key)
@@ -180,7 +180,7 @@ class Worker:
             there = len(histories) - len(place.stored_slots)
             self.check_columns(place.slot_mapping[:there], histories[:there])
             self.fill(content, place.slot, place.stored_slots, histories[there:])
-        instead = None if found else self.tiers.intersection(self.instead.get(serial, ()))
+        instead = None if found else self.tiers.intersection(self.fallback_keys.get(serial, ()))
         count = LoadCount(ranks * found, ranks * (not found), "", 1, instead and frozenset(instead))
         return WorkerReport(loads={serial: count})
 

@@ -9,11 +9,11 @@ from types import ModuleType
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, WorkerReport
-from vllm_hypic.connector.scheduler import arrivals, retention
+from vllm_hypic.connector.scheduler import pending_loads, retention
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Entry
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan, Space
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
@@ -41,7 +41,7 @@ class Clock(ModuleType):
     monotonic = time
 
 
-CLOCKED = (arrivals, retention)
+CLOCKED = (pending_loads, retention)
 """Modules whose ``time`` is the clock."""
 
 
@@ -127,7 +127,7 @@ class Engine:
                 "max_request_fraction": self.request_fraction,
             }
         )
-        self.side = SchedulerSide(
+        self.side = SchedulerConnector(
             *(config, self.words.geometry, Namespace.from_config({}), 4096, lambda: IDS),
             ranks=self.ranks,
             texts=PlanningTexts(context=lambda: TEXT),
@@ -219,7 +219,7 @@ class Engine:
         self.side.retention.drop_record(key)
         self.pins.pop(key, None)
 
-    def expire(self, key: SegmentKey, seconds: float) -> None:
+    def add_end(self, key: SegmentKey, seconds: float) -> None:
         self.expiry[key] = self.clock.now + seconds
         self.side.retention.expire_record(key, self.expiry[key])
 
@@ -401,7 +401,7 @@ class Engine:
         for composed in side.admission.requests.values():
             if (own := composed.own) is not None:
                 held += [s.target for s in own.ahead if s.target is not own.entry]
-        held += [e.base for e in side.directory._by_serial.values() if e.base is not None]
+        held += [e.resume_from for e in side.directory._by_serial.values() if e.resume_from is not None]
         pins = {s: e.pins for s, e in side.directory._by_serial.items() if e.pins}
         assert pins == Counter(entry.serial for entry in held)
         self.turns.check()
@@ -426,7 +426,7 @@ class Engine:
     def audit(self, steps: int) -> None:
         """After all requests have ended: within so many steps nothing is held, awaited or on its way."""
         side, requests, admission = self.side, self.side.segment_requests, self.side.admission
-        while steps and (self.queued or self.capturing or side.arrivals):
+        while steps and (self.queued or self.capturing or side.loads):
             self.work(found=True)
             steps -= 1
         self.step()
@@ -434,7 +434,7 @@ class Engine:
         assert not (self.waiting or self.running or self.queued or self.capturing)
         assert not (admission.requests or admission._pending)
         assert not (self.own or side.prefixes._begun)
-        assert not (side._held or side._deliveries or side.arrivals)
+        assert not (side._held or side._pushes or side.loads)
         assert not (requests._segments or requests._incomplete or side.retention.has_orders)
         assert side.directory.pinned == 0
         assert len(side.directory) == len(side.directory.resident()), "a record is lost"

@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 
 from vllm_hypic.connector.build import warn_of_little_room
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.queue import PendingQueue
 from vllm_hypic.connector.scheduler.retention import PinRefused
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.primitives.keys import SegmentKey
 
 from .test_scheduler_store import admit, compute, end, pin, plan, side
 
 
-def small(segments: int, **options: Any) -> SchedulerSide:
+def small(segments: int, **options: Any) -> SchedulerConnector:
     """A pool that holds so many of the documents."""
     return side(store=False, segments=segments, **options)
 
 
-def pump(on: SchedulerSide) -> list[str]:
+def pump(on: SchedulerConnector) -> list[str]:
     """Compute what is to be computed; the requests that were given room now."""
     before = {name for name, c in on.admission.requests.items() if c.acquired}
     compute(on)
     return [name for name, c in on.admission.requests.items() if c.acquired and name not in before]
 
 
-def order(on: SchedulerSide) -> list[str]:
+def order(on: SchedulerConnector) -> list[str]:
     """The requests in the order in which they get room, if one runs at a time."""
     names: list[str] = []
     while on.admission._pending:

@@ -7,15 +7,15 @@ import time
 import pytest
 
 from vllm_hypic.connector.orders import ClearCaches, StoreAction, StoreOrder
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey, segment_key
 
 from .test_scheduler_store import admit, end, fetched, next_step, say, side, step
 from .test_scheduler_transfer import ELSEWHERE, parallel_side, pushes
 
 
-def running(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
+def running(on: SchedulerConnector, name: str, *documents: int) -> list[SegmentKey]:
     """A request whose records are resident, computed here."""
     keys = admit(on, name, *documents)
     computed(on)
@@ -23,7 +23,7 @@ def running(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
     return keys
 
 
-def computed(on: SchedulerSide) -> list[bool]:
+def computed(on: SchedulerConnector) -> list[bool]:
     """Have all segment requests run; of each whether its record goes to the store."""
     jobs = on.pump()
     say(on, missed=tuple(p.serial for p in fetched(step(on))))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.connector.scheduler import continuations, directory, placement, retention, shared_columns
-from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.connector.scheduler import delta_records, directory, placement, retention, reuse_estimator
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.store.eviction import PolicyName, flop_aware
 
 from .simulated_worker import PAGE
 from .simulation import CLOCKED, Clock, Engine, Prompt
-from .test_answers import Side
+from .test_generated_prefixes import Side
 from .vocabulary import Vocabulary, geometry
 
 FORKS, AGAIN = 2000, 100
@@ -34,10 +34,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         monkeypatch.setattr(module, "time", clock)
     for module, name in (
         (placement, "REMEMBERED"),
-        (continuations, "REMEMBERED"),
-        (shared_columns, "_REMEMBERED"),
+        (reuse_estimator, "REMEMBERED"),
+        (delta_records, "_REMEMBERED"),
         (retention, "STORED_KEPT"),
-        (directory, "MOST_WITHIN"),
+        (directory, "MOST_CONTAINING"),
         (flop_aware, "LEAST_GHOSTS"),
     ):
         monkeypatch.setattr(module, name, REMEMBERED)
@@ -55,12 +55,12 @@ def forks(count: int, kind: str) -> Vocabulary:
 class Lines:
     """Lines of the scheduler's side that run on behalf of requests, while it is ``on``."""
 
-    def __init__(self, side: SchedulerSide) -> None:
+    def __init__(self, side: SchedulerConnector) -> None:
         self.count, self.on = 0, True
         for name in ("admit", "pump", "absorb", "finished", "take_unwanted"):
             self._watch(side, name)
 
-    def _watch(self, side: SchedulerSide, name: str) -> None:
+    def _watch(self, side: SchedulerConnector, name: str) -> None:
         method = getattr(side, name)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class Lines:
         return self._trace
 
 
-def held(side: SchedulerSide) -> int:
+def held(side: SchedulerConnector) -> int:
     """How much the containers hold that are reached from there."""
     found, todo, count = set[int](), [side], 0
     while todo:

@@ -14,11 +14,11 @@ from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
 from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction, StoreOrder
 from vllm_hypic.connector.scheduler import retention
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.expiries import Expiries
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.pool.states import LinearGeometry
@@ -43,7 +43,7 @@ def side(
     reads_successors: bool = False,
     text: Sequence[int] = (),
     **options: Any,
-) -> SchedulerSide:
+) -> SchedulerConnector:
     """A scheduler side whose pool holds so many records of :data:`DOCUMENTS`."""
     if store:
         options["store"] = STORE if store is True else store
@@ -59,7 +59,7 @@ def side(
         slots=segments,
         transition_blocks=segments * LINEAR.heads if linear else 0,
     )
-    return SchedulerSide(
+    return SchedulerConnector(
         *(config, geometry, Namespace.from_config({}), 4096, lambda: IDS),
         ranks=ranks,
         texts=PlanningTexts(context=lambda: tuple(text)),
@@ -67,7 +67,7 @@ def side(
     )
 
 
-def plan(on: SchedulerSide, *documents: int, tenant: str = "", query: bool = True) -> PromptPlan:
+def plan(on: SchedulerConnector, *documents: int, tenant: str = "", query: bool = True) -> PromptPlan:
     tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
     tokens += [IDS.sep, *(QUERY if query else ())]
     planned = on.planner.plan(PlanRequest(tokens, None, tenant or None, None))
@@ -76,7 +76,7 @@ def plan(on: SchedulerSide, *documents: int, tenant: str = "", query: bool = Tru
 
 
 def admit(
-    on: SchedulerSide,
+    on: SchedulerConnector,
     name: str,
     *documents: int,
     tenant: str = "",
@@ -94,19 +94,19 @@ def admit(
     return keys
 
 
-def pin(on: SchedulerSide, key: SegmentKey) -> None:
+def pin(on: SchedulerConnector, key: SegmentKey) -> None:
     """Pin the record of a document."""
     on.retention.pin_record(key, len(DOCUMENTS[0]), leading=False)
 
 
-def step(on: SchedulerSide) -> list[Order]:
+def step(on: SchedulerConnector) -> list[Order]:
     """Orders that go to the workers in this step."""
     metadata = HypicMetadata()
     on.instruct(metadata)
     return metadata.orders
 
 
-def next_step(on: SchedulerSide) -> list[Order]:
+def next_step(on: SchedulerConnector) -> list[Order]:
     """Orders of a step; segment requests that begin in it are left alone."""
     on.pump()
     return step(on)
@@ -116,37 +116,37 @@ def fetched(orders: list[Order]) -> list[RecordPlace]:
     return [order.place for order in orders if isinstance(order, FetchRecord)]
 
 
-def say(on: SchedulerSide, *, taken: tuple[int, ...] = (), missed: tuple[int, ...] = ()) -> None:
+def say(on: SchedulerConnector, *, taken: tuple[int, ...] = (), missed: tuple[int, ...] = ()) -> None:
     on.absorb(
         WorkerReport(loads={s: LoadCount(taken=1) for s in taken} | {s: LoadCount(missed=1) for s in missed})
     )
 
 
-def arrive(on: SchedulerSide) -> None:
+def arrive(on: SchedulerConnector) -> None:
     """All records that are fetched now are found."""
     say(on, taken=tuple(p.serial for p in fetched(next_step(on))))
 
 
-def fetching(on: SchedulerSide, name: str = "r", *documents: int) -> RecordPlace:
+def fetching(on: SchedulerConnector, name: str = "r", *documents: int) -> RecordPlace:
     """The first record that a new request has fetched."""
     admit(on, name, *(documents or (0,)))
     return fetched(next_step(on))[0]
 
 
-def end(on: SchedulerSide, *ended: str | SegmentRequest) -> None:
+def end(on: SchedulerConnector, *ended: str | SegmentRequest) -> None:
     """Requests and segment requests end well, and the books are right."""
     for each in ended:
         on.finished(each if isinstance(each, str) else each.request_id, completed=True)
     on.directory.check_integrity()
 
 
-def counted(on: SchedulerSide, *names: str) -> list[int]:
+def counted(on: SchedulerConnector, *names: str) -> list[int]:
     """These counters of what has happened since they were taken."""
     counters = on.take_counters()
     return [getattr(counters, name) for name in names]
 
 
-def compute(on: SchedulerSide) -> list[list[int]]:
+def compute(on: SchedulerConnector) -> list[list[int]]:
     """Compute all that is to be computed; the tokens of each segment request."""
     jobs = on.pump()
     end(on, *jobs)
@@ -264,7 +264,7 @@ def test_a_load_for_nobody_ends_quietly() -> None:
         on.directory.check_integrity()
 
 
-def resident(on: SchedulerSide, name: str, *documents: int) -> list[SegmentKey]:
+def resident(on: SchedulerConnector, name: str, *documents: int) -> list[SegmentKey]:
     """A request whose records were all found."""
     keys = admit(on, name, *documents)
     arrive(on)

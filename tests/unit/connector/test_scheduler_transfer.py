@@ -8,10 +8,10 @@ import pytest
 
 from vllm_hypic.connector.metadata import LoadCount, WorkerReport
 from vllm_hypic.connector.orders import AwaitRecord, DeclineRecord, Order, PushRecord, StopAwaiting
-from vllm_hypic.connector.scheduler.arrivals import PATIENCE_S
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
+from vllm_hypic.connector.scheduler.pending_loads import PATIENCE_S
 from vllm_hypic.connector.scheduler.planning import PlanRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import RecordPlace, Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.options import Transfer, transfer_of_request
@@ -27,7 +27,7 @@ def awaited(orders: list[Order]) -> list[RecordPlace]:
     return [order.place for order in orders if isinstance(order, AwaitRecord)]
 
 
-def awaited_now(on: SchedulerSide) -> list[RecordPlace]:
+def awaited_now(on: SchedulerConnector) -> list[RecordPlace]:
     return awaited(next_step(on))
 
 
@@ -39,7 +39,7 @@ def pushes(orders: list[Order]) -> list[PushRecord]:
     return [order for order in orders if isinstance(order, PushRecord)]
 
 
-def parallel_side(ranks: int = 1, **options: Any) -> SchedulerSide:
+def parallel_side(ranks: int = 1, **options: Any) -> SchedulerConnector:
     return side(store=False, ranks=ranks, segment_parallel=PARALLEL, **options)
 
 

@@ -16,7 +16,7 @@ from .simulation import Clock, Engine, Prompt
 from .vocabulary import FORKS, HEADS, Vocabulary, geometry
 
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 6, 4, 3
-LONG = Need(16, BLOCKS, has_spare=True)
+LONG = Need(16, BLOCKS, has_scratch_slot=True)
 """Of a record of four pages, made in stretches."""
 FIRST, HALF = Need(4, BLOCKS), Need(8, BLOCKS)
 """Of its checkpoints behind one page, and two."""
@@ -64,8 +64,8 @@ def free(books: SegmentDirectory) -> Space:
 
 def test_a_spare_slot_goes_when_the_record_is_complete(books: SegmentDirectory) -> None:
     record = reserve(books, "a")
-    assert record.spare is not None
-    spare = record.spare.slot
+    assert record.scratch_slot is not None
+    spare = record.scratch_slot.slot
     assert books.used == Space(4, 2, 2 * BLOCKS) == books.held_by("")
     books.shrink(record.serial, 1)
     assert books.used == Space(4, 2, BLOCKS + 1) == books.held_by("")
@@ -127,7 +127,7 @@ def test_a_record_to_resume_that_is_in_the_way_leaves(books: SegmentDirectory) -
     record = reserve(books, "a", Need(8, BLOCKS))
     end(books, record)
     (other,) = books.acquire({key("b"): LONG}, "", {key("b"): record}) or []
-    assert books.lookup(record.key) is Lookup.MISS and other.base is None
+    assert books.lookup(record.key) is Lookup.MISS and other.resume_from is None
     end(books, other)
 
 
@@ -256,7 +256,7 @@ DAMAGE: dict[str, Callable[[SegmentDirectory, Entry], object]] = {
     "transition block lost": lambda books, record: setattr(books, "free_transition_blocks", 1),
     "negative pins": lambda books, record: setattr(record, "pins", -1),
     "spare kept": lambda books, record: setattr(reserve(books, "b"), "resident", True),
-    "spare slot free": lambda books, record: books.slots._free.append(reserve(books, "b").spare.slot),
+    "spare slot free": lambda books, record: books.slots._free.append(reserve(books, "b").scratch_slot.slot),
 }
 
 

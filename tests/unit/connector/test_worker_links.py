@@ -23,8 +23,8 @@ from vllm_hypic.connector.orders import (
     SaveRecord,
     StopAwaiting,
 )
+from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.connector.worker.link import RecordLink
-from vllm_hypic.connector.worker.side import WorkerSide
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
 from vllm_hypic.pool.states import LinearGeometry
@@ -84,7 +84,7 @@ class Worker:
         )
         self.store = Link(self.log, "store", FetchRecord, SaveRecord, ClearCaches)
         links: list[RecordLink] = [self.others, self.store] if store else [self.others]
-        self.side = WorkerSide(GEOMETRY, HypicConfig.from_mapping(STORE), lambda pool, mover: links)
+        self.side = WorkerConnector(GEOMETRY, HypicConfig.from_mapping(STORE), lambda pool, mover: links)
         self.side.start(CPU)
 
     def step(self, *orders: Order, dropped: Collection[int] = ()) -> WorkerReport | None:
@@ -133,7 +133,7 @@ def test_outcomes_become_the_report_once(worker: Worker) -> None:
     assert worker.step() == WorkerReport(
         loads={
             1: LoadCount(taken=1, route="disk", transition_blocks=2),
-            2: LoadCount(missed=1, instead=frozenset()),
+            2: LoadCount(missed=1, fallback_keys=frozenset()),
         },
         saved={(3, place(3).key): 1},
         pushed={7: ("",), 8: ("nobody there",)},
@@ -168,7 +168,7 @@ def test_without_a_store_what_is_in_a_shared_tier_is_missed() -> None:
     order = AwaitRecord(place(1))
     worker.step(order)
     worker.others.end(order, Result.IN_SHARED_TIER)
-    assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1, instead=frozenset())})
+    assert worker.step() == WorkerReport(loads={1: LoadCount(missed=1, fallback_keys=frozenset())})
 
 
 PLAN = CapturePlan(0, 4, 1, np.arange(4), None, True, 1, place(1))

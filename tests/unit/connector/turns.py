@@ -101,7 +101,7 @@ class Turns:
         for tenant in {*self._engine.tenants.values()}:
             # Pages that two of its records have count twice; what a prefix is resumed from, or was given
             # its places beside and will be resumed from, does not.
-            reserved = [entry.base for entry in self._side.directory._by_serial.values()]
+            reserved = [entry.resume_from for entry in self._side.directory._by_serial.values()]
             bases = {b for b in (*reserved, *(own.base for own in owners.values())) if b is not None}
             held = self.held(tenant) - sum(
                 (b.space for b in bases if b.counted and self._engine.tenants[b.key] == tenant), Space()

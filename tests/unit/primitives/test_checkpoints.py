@@ -65,8 +65,8 @@ def test_segments_with_and_without_seams() -> None:
     assert stops(leading(DOCUMENT)) == [32, 64, 96, 128]
     assert stops(interior(DOCUMENT)) == [34, 66, 98, 130]
     assert stops(interior(DOCUMENT, seam=0)) == [32, 64, 96, 128]
-    assert interior(DOCUMENT).has_spare and not leading(DOCUMENT).has_spare
-    assert not interior(DOCUMENT[:40]).has_spare
+    assert interior(DOCUMENT).has_scratch_slot and not leading(DOCUMENT).has_scratch_slot
+    assert not interior(DOCUMENT[:40]).has_scratch_slot
 
 
 @pytest.mark.parametrize("reads_successors", [False, True])

@@ -12,7 +12,7 @@ from vllm_hypic.primitives.chunks import local_minima
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.messages import messages_of
 from vllm_hypic.primitives.pieces import cut_prompt
-from vllm_hypic.primitives.places import Place, pattern
+from vllm_hypic.primitives.places import CutPoint, pattern
 from vllm_hypic.primitives.plan import PoolLimits, build_plan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.segmenter import Segmenter
@@ -172,12 +172,16 @@ def test_choice_of_places_is_that_of_the_plain_words() -> None:
     rng = random.Random(5)
     for _ in range(200):
         starts = sorted(rng.sample(range(400), rng.randrange(40)))
-        places = [Place(rng.randrange(2), rng.randrange(20), max(0, s - 1), s) for s in starts]
+        places = [CutPoint(rng.randrange(2), rng.randrange(20), max(0, s - 1), s) for s in starts]
         reach = rng.choice([1, 10, 50])
         expected = []
         for i, place in enumerate(places):
-            near = [(p.kind, p.sign, j) for j, p in enumerate(places) if abs(p.start - place.start) <= reach]
-            if min(near) == (place.kind, place.sign, i):
+            near = [
+                (p.rank, p.content_hash, j)
+                for j, p in enumerate(places)
+                if abs(p.start - place.start) <= reach
+            ]
+            if min(near) == (*place[:2], i):
                 expected.append(place)
         assert local_minima(places, reach) == expected
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction import make_policy
-from vllm_hypic.store.protocol import Look, Verdict
+from vllm_hypic.store.protocol import LookupResult, Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier
@@ -306,21 +306,21 @@ def test_close_leaves_a_tier_that_hangs(opened: Opener, caplog: pytest.LogCaptur
 # -- which objects a tier has: told when their writes have ended, else as the tier itself says
 
 
-def answer(look: Look) -> Look:
-    wait_for(lambda: look.there is not None, "an answer")
+def answer(look: LookupResult) -> LookupResult:
+    wait_for(lambda: look.found is not None, "an answer")
     return look
 
 
 def fault(store: TieredStore, i: int) -> str:
     look = answer(store.look_for([name(i)], "tier"))
-    assert not look.there
-    return look.fault
+    assert not look.found
+    return look.error
 
 
 def is_there(store: TieredStore, i: int, tier: str = "tier") -> bool:
     look = answer(store.look_for([name(i)], tier))
-    assert not look.fault
-    return look.there == {name(i)}
+    assert not look.error
+    return look.found == {name(i)}
 
 
 def test_the_tier_itself_is_asked_and_gives_no_bytes(opened: Opener) -> None:
@@ -339,9 +339,9 @@ def test_a_write_under_way_is_waited_for(two: Two) -> None:
     stuck(slow, "put", lambda: commit(store, 1))
     looks = [store.look_for([name(1)], "slow") for _ in range(2)]
     assert is_there(store, 1, "fast"), "what is over in one tier does not wait for another"
-    assert [look.there for look in looks] == [None, None]
+    assert [look.found for look in looks] == [None, None]
     slow.release()
-    assert [answer(look).there for look in looks] == [{name(1)}] * 2
+    assert [answer(look).found for look in looks] == [{name(1)}] * 2
     assert "first" not in slow.calls
 
 
@@ -352,7 +352,7 @@ def test_a_refused_write_is_told_with_its_reason(one: One) -> None:
     look = store.look_for([name(2)], "tier")
     tier.before["put"] = full
     hang.release()
-    assert answer(look) == Look(frozenset(), "TierFull: full")
+    assert answer(look) == LookupResult(frozenset(), "TierFull: full")
     assert not is_there(store, 2), "asked when the write is over"
 
 
@@ -364,7 +364,7 @@ def test_what_fails_or_hangs_is_told(opened: Opener, clock: ManualClock) -> None
     look = store.look_for([name(1)], "tier")
     hang.wait_until_entered()
     clock.advance(6)
-    assert answer(look).fault == "the tier did not answer within 5 s"
+    assert answer(look).error == "the tier did not answer within 5 s"
     assert fault(store, 1) == "the tier is bypassed"
     tier.recover()
     clock.advance(2)
@@ -385,10 +385,10 @@ def test_who_waits_for_others_has_a_deadline_too(opened: Opener, clock: ManualCl
     slow.release()
     slower.wait_until_entered()
     clock.advance(3)
-    assert answer(looks[2]).there == frozenset(), "it has waited in vain"
-    assert looks[1].there is None
+    assert answer(looks[2]).found == frozenset(), "it has waited in vain"
+    assert looks[1].found is None
     slower.release()
-    assert [answer(look).there for look in looks[:2]] == [{name(1)}] * 2
+    assert [answer(look).found for look in looks[:2]] == [{name(1)}] * 2
 
 
 def test_a_deleted_object_is_not_there(opened: Opener) -> None:
@@ -397,7 +397,7 @@ def test_a_deleted_object_is_not_there(opened: Opener) -> None:
     hang = stuck(tier, "put", lambda: commit(store, 1))
     look = store.look_for([name(1)], "tier")
     store.delete(name(1))
-    assert answer(look).fault == "the record was deleted, or could not be completed"
+    assert answer(look).error == "the record was deleted, or could not be completed"
     hang.release()
     place(tier, 2)
     stuck(tier, "delete", lambda: store.delete(name(2)))
@@ -417,7 +417,7 @@ def test_which_of_many_are_there(opened: Opener, tells: bool) -> None:
     store = opened(tier)
     place(tier, 70, 90)
     names = [name(i) for i in range(100)]
-    assert answer(store.look_for(names)).there == ({name(70), name(90)} if tells else {name(70)})
+    assert answer(store.look_for(names)).found == ({name(70), name(90)} if tells else {name(70)})
     assert "get" not in tier.calls
     assert tier.calls.count("first") == (0 if tells else 2), "many are looked for at once"
 
@@ -428,10 +428,10 @@ def test_a_tier_that_fails_has_none(opened: Opener) -> None:
     place(failing, 1)
     place(other, 2)
     failing.fail("first")
-    assert answer(store.look_for([name(1), name(2)])).there == {name(2)}
+    assert answer(store.look_for([name(1), name(2)])).found == {name(2)}
 
 
 def test_what_is_being_written_is_there(one: One) -> None:
     store, tier = one
     stuck(tier, "put", lambda: commit(store, 1))
-    assert answer(store.look_for([name(1), name(2)])).there == {name(1)}
+    assert answer(store.look_for([name(1), name(2)])).found == {name(1)}

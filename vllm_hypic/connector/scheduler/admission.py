@@ -10,11 +10,11 @@ from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...primitives.options import Transfer
 from ...primitives.plan import CachedSegment, PromptPlan
-from .arrivals import POOL
 from .directory import SegmentDirectory
 from .entries import Entry, Need
 from .island_runs import Runs
 from .own_prefix import OwnPrefix
+from .pending_loads import POOL
 from .queue import PendingQueue
 from .segment_requests import SegmentRequests
 
@@ -44,7 +44,8 @@ class ComposedRequest:
     resumed: dict[SegmentKey, int] = field(default_factory=dict)
     """Number of tokens that a checkpoint spared for each record computed for this request."""
     sources: dict[SegmentKey, str] = field(default_factory=dict)
-    """Sources of the records, or of their checkpoints, that arrived for it: see :meth:`.Arrivals.source`."""
+    """Sources of records, or of their checkpoints, that arrived for the request: see
+    :meth:`.PendingLoads.source`."""
     undecided: set[SegmentKey] = field(default_factory=set)
     """Keys of the records requested from the store or other instances, which may still have to be
     computed."""

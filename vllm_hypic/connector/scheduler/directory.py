@@ -17,7 +17,7 @@ from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue
 from ...store.eviction.base import EvictionPolicy
-from .entries import MOST_WITHIN, Beginning, Entry, Lookup, Need, Spare
+from .entries import MOST_CONTAINING, Entry, Lookup, Need, ScratchSlot, SharedPrefix
 from .pages import Pages
 from .shares import TenantShares
 from .slots import Slots
@@ -176,7 +176,7 @@ class SegmentDirectory:
 
     def space_for(self, need: Need) -> Space:
         """Return a record's space before its worker reports how many transition blocks the record keeps."""
-        slots = 2 if need.has_spare else 1
+        slots = 2 if need.has_scratch_slot else 1
         pages = self.pages_for(need.columns) + slots * self.slots.space.pages
         return Space(pages, slots, slots * need.transition_blocks)
 
@@ -200,14 +200,14 @@ class SegmentDirectory:
             self.slots.take(),
             need.columns,
             need.transition_blocks,
-            need.value,
-            need.worth,
+            need.hit_value,
+            need.eviction_value,
             self._reserved,
             tenant,
-            spare=self._spare(need) if need.has_spare else None,
+            scratch_slot=self._scratch_slot(need) if need.has_scratch_slot else None,
             state_pages=self.slots.space.pages,
             is_checkpoint=record is not None,
-            within=set() if record is None else {record.key},
+            checkpoint_of=set() if record is None else {record.key},
         )
         self._shares.add(entry)
         self._by_serial[entry.serial] = entry
@@ -216,13 +216,13 @@ class SegmentDirectory:
             self._list(entry)
         return entry
 
-    def _spare(self, need: Need) -> Spare:
-        return Spare(self.slots.take(), need.transition_blocks, self.slots.space.pages)
+    def _scratch_slot(self, need: Need) -> ScratchSlot:
+        return ScratchSlot(self.slots.take(), need.transition_blocks, self.slots.space.pages)
 
     def _list(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
-        self.policy.missed(entry.key, entry.worth)
-        self.policy.added(entry.key, entry.worth)
+        self.policy.missed(entry.key, entry.eviction_value)
+        self.policy.added(entry.key, entry.eviction_value)
         self._changed(entry.key)
 
     # -- checkpoints ---------------------------------------------------------------------------
@@ -264,21 +264,21 @@ class SegmentDirectory:
         own, at least those of its reserved base; pin ``checkpoint``.
 
         ``can_be_deleted``: users may delete ``record``, which deletes ``checkpoint`` with it.  A checkpoint
-        with more such records than :data:`MOST_WITHIN` is forgotten at once, and leaves when unused."""
-        if record.base is not checkpoint:
+        with more such records than :data:`MOST_CONTAINING` is forgotten at once, and leaves when unused."""
+        if record.resume_from is not checkpoint:
             own = record.pages[: len(checkpoint.pages)]
             self._pages.use(checkpoint.pages)
             self._pages.leave(reversed(own))
             record.pages = checkpoint.pages + record.pages[len(own) :]
             self.leave_base(record)
             self._hold_base(record, checkpoint)
-        record.base = None
-        alike = checkpoint.within if checkpoint.is_checkpoint else {checkpoint.key}
+        record.resume_from = None
+        alike = checkpoint.checkpoint_of if checkpoint.is_checkpoint else {checkpoint.key}
         keys = frozenset[SegmentKey]() if can_be_deleted else frozenset(alike - {record.key})
-        record.begins = Beginning(checkpoint.serial, checkpoint.columns, keys)
+        record.shared_prefix = SharedPrefix(checkpoint.serial, checkpoint.columns, keys)
         if can_be_deleted:
-            checkpoint.within.add(record.key)
-            if len(checkpoint.within) > MOST_WITHIN:
+            checkpoint.checkpoint_of.add(record.key)
+            if len(checkpoint.checkpoint_of) > MOST_CONTAINING:
                 self.discard(checkpoint.key)
         self.policy.hit(checkpoint.key)
 
@@ -286,17 +286,17 @@ class SegmentDirectory:
         if not base.held:
             self._shares.add(base)
         self.pin(base)
-        record.base = base
+        record.resume_from = base
 
     def leave_base(self, record: Entry) -> None:
         """Release the base with whose pages ``record`` was reserved, if any."""
-        base, record.base = record.base, None
+        base, record.resume_from = record.resume_from, None
         self.release(() if base is None else [base])
 
-    def _without_spare(self, entry: Entry) -> None:
-        if (spare := entry.spare) is None:
+    def _free_scratch_slot(self, entry: Entry) -> None:
+        if (spare := entry.scratch_slot) is None:
             return
-        entry.spare = None
+        entry.scratch_slot = None
         if entry.held:
             self._shares.lessen(entry, spare.space)
         self.slots.leave(spare.slot)
@@ -341,7 +341,7 @@ class SegmentDirectory:
 
     def commit(self, entry: Entry) -> None:
         """Mark a reserved record as complete, once the worker has filled it."""
-        self._without_spare(entry)
+        self._free_scratch_slot(entry)
         self.leave_base(entry)
         entry.resident = True
         if not entry.held:
@@ -366,14 +366,14 @@ class SegmentDirectory:
         if entry.counted:
             self._shares.lessen(entry, Space(transition_blocks=spare))
         entry.transition_blocks = transition_blocks
-        nbytes = max(0, entry.worth.nbytes - spare * transition_block_bytes)
-        self.weigh(entry, replace(entry.worth, nbytes=nbytes))
+        nbytes = max(0, entry.eviction_value.nbytes - spare * transition_block_bytes)
+        self.weigh(entry, replace(entry.eviction_value, nbytes=nbytes))
 
-    def weigh(self, entry: Entry, worth: CacheValue) -> None:
+    def weigh(self, entry: Entry, eviction_value: CacheValue) -> None:
         """Set the value by which eviction ranks the record."""
-        entry.worth = worth
+        entry.eviction_value = eviction_value
         if not entry.forgotten:
-            self.policy.resized(entry.key, worth)
+            self.policy.resized(entry.key, eviction_value)
 
     def abort(self, entry: Entry) -> bool:
         """Drop a reserved record that will not be filled.  Return true if requests still wait for the record,
@@ -406,7 +406,7 @@ class SegmentDirectory:
 
     def discard_parts(self, key: SegmentKey) -> list[SegmentKey]:
         """Forget the checkpoints that hold a part of this record, even if it is away; return their keys."""
-        parts = [e.key for e in self._entries.values() if key in e.within]
+        parts = [e.key for e in self._entries.values() if key in e.checkpoint_of]
         for part in parts:
             self.discard(part)
         return parts
@@ -457,13 +457,15 @@ class SegmentDirectory:
         self._pages.leave(reversed(entry.pages))
         self.free_transition_blocks += entry.space.transition_blocks
         self.slots.leave(entry.slot)
-        if entry.spare is not None:
-            self.slots.leave(entry.spare.slot)
+        if entry.scratch_slot is not None:
+            self.slots.leave(entry.scratch_slot.slot)
 
     def check_integrity(self) -> None:
         """Raise ``RuntimeError`` unless every page, slot and transition block is owned exactly once."""
         entries = self._by_serial.values()
-        slots = [e.slot for e in entries] + [e.spare.slot for e in entries if e.spare is not None]
+        slots = [e.slot for e in entries] + [
+            e.scratch_slot.slot for e in entries if e.scratch_slot is not None
+        ]
         self._pages.check([*self.slots.check(slots), *(p for e in entries for p in e.pages)])
         if (
             self.free_transition_blocks < 0
@@ -480,6 +482,6 @@ class SegmentDirectory:
             raise RuntimeError("public pool: pinned records are miscounted")
         for entry in entries:
             unused = entry.forgotten and entry.resident and not entry.pins
-            unused |= entry.resident and entry.spare is not None
+            unused |= entry.resident and entry.scratch_slot is not None
             if unused or entry.pins < 0 or len(entry.pages) != self.pages_for(entry.columns):
                 raise RuntimeError(f"public pool: entry {entry.key[:12]} is inconsistent")

@@ -20,30 +20,30 @@ class Lookup(Enum):
 
 
 NO_VALUE = CacheValue(0, 0.0, 0)
-MOST_WITHIN = 1000
+MOST_CONTAINING = 1000
 """The most records that are remembered to contain a given checkpoint."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """A record's need: ``columns`` of K and V, at most ``transition_blocks``; and the ``value`` of a hit.
-    ``has_spare``: an incomplete record has a second slot, with as many blocks.  ``own``: the value lost with
-    the record alone, if other records share a part of it."""
+    """A record's need: ``columns`` of K and V, at most ``transition_blocks``; and the ``hit_value``.
+    ``has_scratch_slot``: an incomplete record has a second slot, with as many blocks.  ``own``: the value
+    lost with the record alone, if other records share a part of it."""
 
     columns: int
     transition_blocks: int = 0
-    value: CacheValue = NO_VALUE
-    has_spare: bool = False
+    hit_value: CacheValue = NO_VALUE
+    has_scratch_slot: bool = False
     own: CacheValue | None = None
 
     @property
-    def worth(self) -> CacheValue:
+    def eviction_value(self) -> CacheValue:
         """The record's value to eviction: the value that would be lost with the record."""
-        return self.value if self.own is None else self.own
+        return self.hit_value if self.own is None else self.own
 
 
 @dataclass(frozen=True)
-class Spare:
+class ScratchSlot:
     """An incomplete record's second slot, and the transition blocks for it."""
 
     slot: int
@@ -56,7 +56,7 @@ class Spare:
 
 
 @dataclass(frozen=True)
-class Beginning:
+class SharedPrefix:
     """The record from which another was resumed: its ``serial`` number and its ``columns``.  ``keys``: for a
     prefix, the keys of records that begin with the same pages."""
 
@@ -78,39 +78,39 @@ class Entry:
     slot: int
     columns: int
     transition_blocks: int
-    value: CacheValue
-    worth: CacheValue
+    hit_value: CacheValue
+    eviction_value: CacheValue
     serial: int
     tenant: str
     resident: bool = False
     pins: int = 0
     forgotten: bool = False
     """Lookups no longer find the entry; it leaves once it is complete and no request uses it."""
-    spare: Spare | None = None
+    scratch_slot: ScratchSlot | None = None
     """The second slot while stretches make the record."""
     state_pages: int = 0
     """Number of pages that the record's states take, besides the pages of K and V."""
     is_checkpoint: bool = False
     """Whether the entry was made as a part of another record."""
-    within: set[SegmentKey] = field(default_factory=set)
+    checkpoint_of: set[SegmentKey] = field(default_factory=set)
     """Keys of the records of which the entry holds a part."""
-    base: Entry | None = None
+    resume_from: Entry | None = None
     """The pinned record whose pages the entry was reserved with, until the entry is resumed or complete."""
-    begins: Beginning | None = None
+    shared_prefix: SharedPrefix | None = None
     """The beginning shared with the record from which the entry was resumed; ``None``: the entry was computed
     from its first token on."""
-    lent: int = 0
+    borrowed_pages: int = 0
     """Number of a growing entry's first pages, which count for the record that the entry grew from."""
 
     @property
     def space(self) -> Space:
         space = Space(len(self.pages) + self.state_pages, 1, self.transition_blocks)
-        return space if self.spare is None else space + self.spare.space
+        return space if self.scratch_slot is None else space + self.scratch_slot.space
 
     @property
     def charged(self) -> Space:
         """The space that counts in the tenant's share while the entry is counted."""
-        return self.space - Space(self.lent)
+        return self.space - Space(self.borrowed_pages)
 
     @property
     def held(self) -> bool:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from ...primitives.keys import SegmentKey
 from ...primitives.plan import CachedSegment
 from .admission import Admission
-from .arrivals import Arrivals
 from .directory import SegmentDirectory
 from .entries import Entry
+from .pending_loads import PendingLoads
 from .segment_requests import SegmentRequests
 from .stretches import Stretch, Stretches
 from .worker_view import WorkerView
@@ -38,7 +38,7 @@ class FetchedCheckpoints:
         self,
         directory: SegmentDirectory,
         stretches: Stretches,
-        arrivals: Arrivals,
+        arrivals: PendingLoads,
         admission: Admission,
         requests: SegmentRequests,
         view: WorkerView,
@@ -78,7 +78,7 @@ class FetchedCheckpoints:
         stretch = self._stretches.fetched(segment, entry, best)
         if stretch is None:
             return False
-        place = self._view.place(stretch.target, segment.role, behind=entry.base)
+        place = self._view.place(stretch.target, segment.role, behind=entry.resume_from)
         if not self._arrivals.start(place, stretch.target.space, None):
             self._give_up(stretch.target)
             return False

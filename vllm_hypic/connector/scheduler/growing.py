@@ -11,7 +11,7 @@ from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
 from ...store.eviction import make_policy
 from .directory import SegmentDirectory
-from .entries import Beginning, Entry, Need
+from .entries import Entry, Need, SharedPrefix
 
 
 class GrowingDirectory(SegmentDirectory):
@@ -38,23 +38,23 @@ class GrowingDirectory(SegmentDirectory):
         tiers.  The estimate is too low where superseded records leave, as these leave before their turn."""
         return self.evictions + int(self._reach * len(self))
 
-    def begin_growth(self, record: Entry) -> Entry | None:
+    def reserve_open(self, record: Entry) -> Entry | None:
         """Reserve and pin an unlisted record that shares the pages of ``record`` and will :meth:`grow`;
         return ``None`` without room.  Lookups do not find it."""
         victims = self._victims(self.slots.space, [record.key])
         if victims is None:
             return None
         self._evict(victims)
-        need = Need(record.columns, value=record.value, own=record.worth)
+        need = Need(record.columns, hit_value=record.hit_value, own=record.eviction_value)
         entry = self._reserve(record.key, need, record.tenant, record.pages, record, listed=False)
-        entry.forgotten, entry.is_checkpoint, entry.lent = True, False, len(record.pages)
-        entry.within.clear()
+        entry.forgotten, entry.is_checkpoint, entry.borrowed_pages = True, False, len(record.pages)
+        entry.checkpoint_of.clear()
         self._shares.add(entry)
-        entry.begins = Beginning(record.serial, record.columns, frozenset({record.key}))
+        entry.shared_prefix = SharedPrefix(record.serial, record.columns, frozenset({record.key}))
         self.pin(entry)
         return entry
 
-    def grow(self, entry: Entry) -> bool:
+    def extend(self, entry: Entry) -> bool:
         """Add one page to a growing record; return false without room."""
         more = self.pages_for(self.page_tokens)
         victims = self._victims(Space(more), [])
@@ -67,7 +67,7 @@ class GrowingDirectory(SegmentDirectory):
         self._shares.add(entry)
         return True
 
-    def end_growth(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
+    def publish(self, entry: Entry, key: SegmentKey | None = None, need: Need | None = None) -> bool:
         """Complete a growing record, which lookups find as ``key`` from now on, with its first
         ``need.columns``.  Without a key, or if ``key`` has a record, drop it.  Return whether it stays."""
         self.release([entry])
@@ -77,9 +77,9 @@ class GrowingDirectory(SegmentDirectory):
         self._shares.remove(entry)
         pages = self.pages_for(need.columns)
         self._pages.leave(reversed(entry.pages[pages:]))
-        entry.key, entry.value, entry.worth = key, need.value, need.worth
+        entry.key, entry.hit_value, entry.eviction_value = key, need.hit_value, need.eviction_value
         entry.pages, entry.columns = entry.pages[:pages], need.columns
-        entry.forgotten, entry.resident, entry.lent = False, True, 0
+        entry.forgotten, entry.resident, entry.borrowed_pages = False, True, 0
         self._list(entry)
         return True
 

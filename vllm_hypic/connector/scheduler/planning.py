@@ -229,7 +229,7 @@ class Planner:
             return self._prefix_need(need, end, behind)
         own = space if stop is None else space - Space(self._directory.pages_for(need.columns))
         value = CacheValue(need.columns, self._prefill_flops(end), self._geometry.bytes_of(own))
-        return replace(need, value=value, has_spare=stop is None and segment.has_spare)
+        return replace(need, hit_value=value, has_scratch_slot=stop is None and segment.has_scratch_slot)
 
     def need_grown(self, columns: int, behind: int) -> Need:
         """Return the need and the value of a prefix's record of ``columns`` tokens; see :meth:`need`."""
@@ -240,7 +240,7 @@ class Planner:
         others = Space(self._directory.pages_for(behind))
         nbytes = self._geometry.bytes_of(space - others)
         own = CacheValue(stop - behind, saved - self._prefill_flops(behind), nbytes)
-        return replace(need, value=CacheValue(stop, saved, self._geometry.bytes_of(space)), own=own)
+        return replace(need, hit_value=CacheValue(stop, saved, self._geometry.bytes_of(space)), own=own)
 
     @property
     def quadratic(self) -> float:

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.prefix import behind
 from .admission import Admission, ComposedRequest
-from .continuations import Continuations
 from .entries import Entry, Need
 from .growing import GrowingDirectory
 from .own_prefix import OwnPrefix, PrefixStretch
 from .placement import PrefixPlacement
+from .reuse_estimator import ReuseEstimator
 
 
 class Prefixes:
@@ -42,11 +42,11 @@ class Prefixes:
         self._directory, self._admission, self._need, self._placement = directory, admission, need, placement
         self._complete = complete
         self._begun: dict[str, PromptPlan] = {}
-        self._ends = Continuations(directory)
+        self._ends = ReuseEstimator(directory)
 
     def asked(self, segment: CachedSegment) -> None:
         """Note the arrival of a prompt with this prefix."""
-        self._ends.asked(segment)
+        self._ends.observe(segment)
 
     def begin(self, request_id: str, segment: CachedSegment, entry: Entry, priority: int) -> int:
         """Let a request that has not run yet capture its prefix's record; return the number of tokens in the
@@ -63,9 +63,12 @@ class Prefixes:
     def _own(self, plan: PromptPlan, segment: CachedSegment, entry: Entry) -> OwnPrefix:
         """Return the stretches behind the last checkpoint in the pool; reserve places for later checkpoints,
         as far as the placement keeps them and the pool has room."""
-        directory, kept = self._directory, self._placement.kept(segment, prompts_grow=self._ends.likely)
+        directory, kept = (
+            self._directory,
+            self._placement.kept(segment, prompts_grow=self._ends.worth_keeping),
+        )
         at = base = None
-        if (found := directory.deepest(segment.checkpoints, entry.base)) is not None:
+        if (found := directory.deepest(segment.checkpoints, entry.resume_from)) is not None:
             at, base = found
             directory.resume(entry, base, can_be_deleted=False)
         own = OwnPrefix(entry, behind(plan, at), base, deque())
@@ -78,7 +81,7 @@ class Prefixes:
                 own.ahead.append(PrefixStretch(first, checkpoint.stop, made))
                 first = checkpoint.stop
         own.ahead.append(PrefixStretch(first, segment.stop, entry))
-        directory.weigh(entry, self._need(segment, segment.stop, first).worth)
+        directory.weigh(entry, self._need(segment, segment.stop, first).eviction_value)
         return own
 
     def take_begun(self) -> dict[str, PromptPlan]:
@@ -107,8 +110,8 @@ class Prefixes:
         if (own := request.own) is None:
             return []
         if own.entry.resident:
-            self._ends.ended(own.entry.key)
-            if not self._ends.likely:
+            self._ends.add_end(own.entry.key)
+            if not self._ends.worth_keeping:
                 self._directory.supersede(own.entry)
         left = [stretch.target for stretch in own.ahead]
         self._directory.release(target for target in left if target not in request.held.values())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from ...pool.plans import CapturePlan, RecordPlace, StreamPlan
 from ...primitives.plan import CachedSegment
 from .admission import Admission
+from .delta_records import DeltaRecords
 from .entries import Entry
 from .segment_requests import SegmentRequests
-from .shared_columns import SharedColumns
 from .worker_view import WorkerView
 
 
@@ -20,7 +20,7 @@ class RequestViews:
         admission: Admission,
         segment_requests: SegmentRequests,
         view: WorkerView,
-        shared: SharedColumns | None,
+        shared: DeltaRecords | None,
     ) -> None:
         self._admission, self._segment_requests = admission, segment_requests
         self._view, self._shared = view, shared

@@ -132,8 +132,12 @@ class Retention:
         than ``max_tenant_fraction``.
         """
         key, directory = self._namespace.renamed(key), self._directory
-        has_spare = not leading and may_have_checkpoints(tokens, self._config.checkpoint_tokens)
-        need = Need(tokens, 0 if leading else self._geometry.record_transition_blocks, has_spare=has_spare)
+        scratch = not leading and may_have_checkpoints(tokens, self._config.checkpoint_tokens)
+        need = Need(
+            tokens,
+            0 if leading else self._geometry.record_transition_blocks,
+            has_scratch_slot=scratch,
+        )
         if key not in directory.kept:
             more = directory.space_for(need)
             config, of_all, of_tenant = self._config, directory.kept_space(), directory.kept_space(tenant)

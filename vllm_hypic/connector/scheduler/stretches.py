@@ -61,7 +61,7 @@ class Stretches:
     def begin(self, segment: CachedSegment, entry: Entry) -> Stretch:
         """Return the first stretch of a record, behind the last checkpoint in the pool, which it resumes."""
         kept = self._kept(segment)
-        if (found := self._directory.deepest(segment.checkpoints, entry.base)) is None:
+        if (found := self._directory.deepest(segment.checkpoints, entry.resume_from)) is None:
             return self._next(segment, entry, segment.head, kept)
         checkpoint, base = found
         self._directory.resume(entry, base)
@@ -107,6 +107,6 @@ class Stretches:
             if made is not None:
                 return Stretch(first, to.stop, made.slot, made, kept, base_slot, base)
         # Slots alternate so that the last stretch writes its states to the record's final slot.
-        second = entry.spare if len(ahead) % 2 else None
+        second = entry.scratch_slot if len(ahead) % 2 else None
         slot = entry.slot if second is None else second.slot
         return Stretch(first, to.stop, slot, entry, kept, base_slot, base)

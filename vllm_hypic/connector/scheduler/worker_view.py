@@ -39,8 +39,8 @@ class WorkerView:
             entry.slot,
             self.slot_mapping(entry),
             role is Role.LEADING,
-            entry.value.tokens,
-            entry.value.flops,
+            entry.hit_value.tokens,
+            entry.hit_value.flops,
             None if behind is None else StoredBase((), behind.columns),
         )
 

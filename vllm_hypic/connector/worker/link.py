@@ -50,9 +50,9 @@ class RecordLink(ABC):
         *,
         route: str = "",
         transition_blocks: int = 0,
-        instead: frozenset[SegmentKey] = frozenset(),
+        fallback_keys: frozenset[SegmentKey] = frozenset(),
     ) -> None:
-        self._finished.append(Outcome(order, result, reason, route, transition_blocks, instead))
+        self._finished.append(Outcome(order, result, reason, route, transition_blocks, fallback_keys))
 
     def take_stats(self) -> StoreStats | None:
         """Return the counts of the link's store since the last report; ``None`` without a store, or before

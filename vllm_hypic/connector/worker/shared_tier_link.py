@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...pool.copy.base import LEFT_THE_POOL
 from ...primitives.options import tier_of
-from ...store.protocol import Look
+from ...store.protocol import LookupResult
 from ..orders import OUTDATED, ClearCaches, Order, PushRecord, Result, SaveRecord
 from .link import RecordLink
 from .store_link import StoreLink
@@ -29,7 +29,7 @@ class _Push:
     """Deadline on the monotonic clock."""
     saved: bool = False
     """Whether the store got the record for this order, which happens at most once."""
-    look: Look | None = None
+    look: LookupResult | None = None
     """The question to the tier; ``None``: not asked yet, as the record may still enter the store's queue."""
 
 
@@ -65,7 +65,7 @@ class SharedTierLink(RecordLink):
         """Check all open orders, and end finished and late ones."""
         for push in list(self._pushes):
             if push.look is not None:
-                if push.look.there is not None:
+                if push.look.found is not None:
                     self._go_on(push, push.look)
             elif not self._store.is_saving(push.order.place):
                 name = self._store.codec.name_of(push.order.place.key)
@@ -77,12 +77,12 @@ class SharedTierLink(RecordLink):
             lambda push: push.until <= now, lambda push: f"no record after {push.order.deadline_s:.3g} s"
         )
 
-    def _go_on(self, push: _Push, look: Look) -> None:
-        if look.there:
+    def _go_on(self, push: _Push, look: LookupResult) -> None:
+        if look.found:
             self._pushes.remove(push)
             self._finish(push.order, Result.DONE)
-        elif look.fault or push.saved:
-            self._end(push, look.fault or "the record left the tier at once")
+        elif look.error or push.saved:
+            self._end(push, look.error or "the record left the tier at once")
         else:
             push.saved, push.look = True, None
             self._store.submit(SaveRecord(push.order.place))

@@ -1,7 +1,7 @@
 """Worker's side of the segment store: it saves complete records and fetches missing records.
 
 fetch order -> blocks offered -> prefetch (reader fills the pool on the store's thread) -> poll -> outcome
-            -> no tier has it: the store looks for the records ``instead`` -> outcome
+            -> no tier has it: the store looks for the records ``fallback_keys`` -> outcome
 save order -> reserve -> copied out of the pool -> commit (checksum and tiers in the background) -> outcome
 
 Where the pool is on a device, copies end in later steps (``pool/copy/staged.py``).
@@ -21,7 +21,7 @@ from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
 from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import Look, Reservation, StoreStats
+from ...store.protocol import LookupResult, Reservation, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.tiered import TieredStore
 from ...store.totals import since
@@ -49,11 +49,11 @@ class _Fetch:
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for the records ``instead`` of one that no tier has."""
+    """A search for the records ``fallback_keys`` of one that no tier has."""
 
     order: FetchRecord
     names: dict[ObjectName, SegmentKey]
-    look: Look
+    look: LookupResult
     reason: str
     """The reason why the record itself was not fetched."""
 
@@ -209,20 +209,20 @@ class StoreLink(RecordLink):
         for key in fetch.incoming.read_keys:
             # A base record is missing: once the record is deleted, it can be stored and read anew.
             self.store.delete(self.codec.name_of(key))
-        if not order.instead:
+        if not order.fallback_keys:
             self._finish(order, Result.FAILED, reason)
             return
-        names = {self.codec.name_of(key): key for key in order.instead}
+        names = {self.codec.name_of(key): key for key in order.fallback_keys}
         self._searching.append(_Search(order, names, self.store.look_for(list(names)), reason))
 
     def _look_at_searches(self) -> None:
         searches, self._searching = self._searching, []
         for search in searches:
-            if (there := search.look.there) is None:
+            if (there := search.look.found) is None:
                 self._searching.append(search)
             else:
-                instead = frozenset(search.names[name] for name in there)
-                self._finish(search.order, Result.FAILED, search.reason, instead=instead)
+                fallback_keys = frozenset(search.names[name] for name in there)
+                self._finish(search.order, Result.FAILED, search.reason, fallback_keys=fallback_keys)
 
     def _poll(self) -> None:
         for fetched in self.store.poll():

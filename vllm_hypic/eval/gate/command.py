@@ -39,7 +39,7 @@ from .choice import candidates
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
-from .measure import GateMeasurement, MeasureError, Place, measure
+from .measure import GateMeasurement, MeasuredEngines, MeasureError, measure
 from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .verdict import Verdict
@@ -259,10 +259,12 @@ def gate(
         timeout_s=timeout_s,
     )
     context_tokens = needed_context(path, () if own is None else own.tasks, least=CONTEXT)
-    place = Place(settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args})
+    engines = MeasuredEngines(
+        settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args}
+    )
     tasks = _Tasks(find_generator(path, trust=trust_generator), prompts, seed, own)
     template = ChatTemplate(options=chat_template_kwargs)
-    measured = _measure(place, tuple(judged), tasks, chat, template)
+    measured = _measure(engines, tuple(judged), tasks, chat, template)
     verdicts = {}
     for (method, numbers), asked in zip(measured.numbers.items(), judged.values(), strict=True):
         # The engine has resolved the options that depend on the model.
@@ -276,7 +278,7 @@ def gate(
             limits=limits,
             by=by,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
-            evidence=_evidence(measured, method, tasks, place, template),
+            evidence=_evidence(measured, method, tasks, engines, template),
         )
         console().print(numbers_table(method.name, numbers))
         console().print(reasons_text(judgement), soft_wrap=True)
@@ -364,18 +366,22 @@ def _check_writable(folder: Path, model: Path) -> None:
 
 
 def _measure(
-    place: Place, methods: tuple[Method, ...], tasks: _Tasks, chat: bool | None, template: ChatTemplate
+    engines: MeasuredEngines,
+    methods: tuple[Method, ...],
+    tasks: _Tasks,
+    chat: bool | None,
+    template: ChatTemplate,
 ) -> GateMeasurement:
     total = sum(len(one.tasks) for one in tasks.sets(chat=False)) * (len(methods) + PAIR_EXTRA)
     try:
         with progress(console(), total, "starting engines") as steps:
-            return measure(place, methods, tasks.sets, chat=chat, template=template, steps=steps)
+            return measure(engines, methods, tasks.sets, chat=chat, template=template, steps=steps)
     except (EngineError, MeasureError, PoolError, TasksError) as e:
         raise click.ClickException(f"the gate did not finish: {e}") from e
 
 
 def _evidence(
-    measured: GateMeasurement, method: Method, tasks: _Tasks, place: Place, template: ChatTemplate
+    measured: GateMeasurement, method: Method, tasks: _Tasks, engines: MeasuredEngines, template: ChatTemplate
 ) -> dict[str, Any]:
     sets = [
         {"name": s.name, "metric": s.metric.value if s.metric else "NLL", "prompts": len(s.tasks)}
@@ -391,8 +397,8 @@ def _evidence(
                 "chat": template.options if measured.chat else None,
                 "left_out": measured.left_out,
             },
-            "engine": {**place.more, **measured.described, "hypic": place.settings.hypic},
-            "machine": machine(place.settings.threads),
+            "engine": {**engines.more, **measured.described, "hypic": engines.settings.hypic},
+            "machine": machine(engines.settings.threads),
             "versions": versions(),
         }
     )

@@ -33,7 +33,7 @@ class MeasureError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class MeasuredEngines:
     """Settings of the engines that measure a model."""
 
     settings: EngineSettings
@@ -64,7 +64,7 @@ class GateMeasurement:
 
 
 def measure(
-    place: Place,
+    engines: MeasuredEngines,
     methods: Sequence[Method],
     make: Callable[[bool], Sequence[TaskSet]],
     *,
@@ -80,7 +80,7 @@ def measure(
     raises ``PoolError`` if a prompt does not fit the pool, and :class:`MeasureError`.
     """
     steps.show("starting vLLM with hypic")
-    with running(engine := place.hypic()):
+    with running(engine := engines.hypic()):
         methods = [method.on(engine.link_defaults) for method in methods]
         if chat is None:
             chat = engine.call(_has_chat_template)
@@ -97,12 +97,12 @@ def measure(
         outcomes = evaluate(engine, examples, kept, done=steps.done)
         cut = {method: _cut(engine, method, examples) for method in kept}
         described = engine.described
-    minimum = HypicConfig.from_mapping(place.settings.hypic).min_segment_tokens
+    minimum = HypicConfig.from_mapping(engines.settings.hypic).min_segment_tokens
     full = outcomes[FULL]
     if (broken := _not_finite(full)) is not None:
-        raise MeasureError(f"{place.settings.model.name} is broken without reuse: {broken}")
+        raise MeasureError(f"{engines.settings.model.name} is broken without reuse: {broken}")
     steps.show("starting stock vLLM")
-    with running(engine := place.noise()):
+    with running(engine := engines.noise()):
         steps.show("full recompute in other chunks")
         noise = Distances.of(full, evaluate(engine, examples, [], done=steps.done, references=full)[FULL])
     numbers = {m: Numbers(tuple(faults[m]), noise=noise) for m in methods}

@@ -51,15 +51,15 @@ class StagedMover:
         self._copies = copies or CopyThread()
         self._tables = _Tables(pool)
         self._staging = torch.empty(blocks.nbytes, dtype=torch.uint8, device=pool.device)
-        self._parcels: dict[int, _Parcel] = {}
+        self._staged: dict[int, _StagedRecord] = {}
         """Records by serial that an intake took, until they are settled or discarded.  Any thread writes."""
-        self._arrivals: deque[_Arrival] = deque()
-        self._departures: deque[_Departure] = deque()
-        self._flights: deque[_Flight] = deque()
+        self._arrivals: deque[_IncomingCopy] = deque()
+        self._departures: deque[_OutgoingCopy] = deque()
+        self._jobs: deque[_CopyJob] = deque()
         """Copies launched, in the stream's order."""
-        self._departing: list[_Departure] = []
+        self._departing: list[_OutgoingCopy] = []
         """Records that leave the pool, and whose callers wait for an outcome."""
-        self._carrying: deque[_Departure] = deque()
+        self._carrying: deque[_OutgoingCopy] = deque()
         """The departure of each chunk that the copy thread has, in the thread's order."""
         self._carried: deque[str] = deque()
         """Faults of the chunks that the copy thread has carried, empty without a fault, in the same order.
@@ -67,7 +67,7 @@ class StagedMover:
 
     @property
     def unfinished(self) -> int:
-        flying = {id(flight.job) for flight in self._flights}
+        flying = {id(job.copy) for job in self._jobs}
         jobs = (*self._arrivals, *self._departures, *self._departing, *self._carrying)
         return len(flying | {id(job) for job in jobs})
 
@@ -88,7 +88,9 @@ class StagedMover:
                 if layer.blocks:
                     views[f"{layer.layer}.live"][:] = row != NO_BLOCK
         chunks = divided(self._tables.strips(place, blocks), self._blocks.nbytes)
-        departure = _Departure(place, views, deque(chunks), then, partial(finish, buffer) if finish else None)
+        departure = _OutgoingCopy(
+            place, views, deque(chunks), then, partial(finish, buffer) if finish else None
+        )
         self._departures.append(departure)
         self._departing.append(departure)
         self._launch()
@@ -117,54 +119,54 @@ class StagedMover:
                     for g in self._pool.geometry.linear
                 ]
             kept = [np.where(alive, row, NO_BLOCK) for alive, row in zip(live, offered, strict=False)]
-            parcel = _Parcel(live)
+            staged = _StagedRecord(live)
             try:
                 for chunk in divided(self._tables.strips(place, kept), self._blocks.nbytes):
-                    parcel.pack(chunk, sections, self._blocks)
+                    staged.pack(chunk, sections, self._blocks)
             except BaseException:
-                self._blocks.give_back(parcel.blocks)
+                self._blocks.give_back(staged.blocks)
                 raise
-            self._parcels[place.serial] = parcel
+            self._staged[place.serial] = staged
 
         return take
 
     def settle(self, place: RecordPlace, then: Callable[[int], None]) -> None:
-        parcel = self._parcels.pop(place.serial)
+        staged = self._staged.pop(place.serial)
 
         def arrived() -> None:
-            then(0 if place.leading else self._pool.transition_blocks.fill(place.slot, parcel.live))
+            then(0 if place.leading else self._pool.transition_blocks.fill(place.slot, staged.live))
 
-        arrival = _Arrival(parcel, arrived)
+        arrival = _IncomingCopy(staged, arrived)
         # The launch is immediate, so that a wait for a block is only a wait for copies under way.
-        for chunk, block in parcel.loaded:
-            self._flights.append(self._launched(arrival, chunk, block))
+        for chunk, block in staged.loaded:
+            self._jobs.append(self._launched(arrival, chunk, block))
         self._arrivals.append(arrival)
         self._launch()
 
     def discard(self, place: RecordPlace) -> None:
-        if (parcel := self._parcels.pop(place.serial, None)) is not None:
-            self._blocks.give_back(parcel.blocks)
+        if (staged := self._staged.pop(place.serial, None)) is not None:
+            self._blocks.give_back(staged.blocks)
 
     # -- the stream ----------------------------------------------------------------------------
 
     def advance(self) -> None:
-        while self._flights and self._flights[0].mark.done():
-            flight = self._flights.popleft()
-            if isinstance(flight.job, _Departure):
-                self._hand_over(flight.job, flight.chunk, flight.block)
+        while self._jobs and self._jobs[0].mark.done():
+            job = self._jobs.popleft()
+            if isinstance(job.copy, _OutgoingCopy):
+                self._hand_over(job.copy, job.chunk, job.block)
             else:
-                flight.job.landed()
-                self._blocks.give_back([flight.block])
+                job.copy.received()
+                self._blocks.give_back([job.block])
         while self._carried:
             self._carrying.popleft().arrived(self._carried.popleft())
         self._departing = [d for d in self._departing if not d.over]
         self._launch()
 
-    def _hand_over(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
+    def _hand_over(self, departure: _OutgoingCopy, chunk: Chunk, block: Block) -> None:
         self._carrying.append(departure)
         self._copies.submit(partial(self._carry, departure, chunk, block))
 
-    def _carry(self, departure: _Departure, chunk: Chunk, block: Block) -> None:
+    def _carry(self, departure: _OutgoingCopy, chunk: Chunk, block: Block) -> None:
         """Copy a chunk to its caller's buffer, and queue the outcome.  Runs on the copy thread."""
         fault = ""
         try:
@@ -183,9 +185,9 @@ class StagedMover:
         # No pass surrounds an engine's end, so this code must enter the inference mode of passes itself.
         with torch.inference_mode():
             self.advance()
-            while self._flights or self._carrying:
-                if self._flights:
-                    self._flights[-1].mark.wait()
+            while self._jobs or self._carrying:
+                if self._jobs:
+                    self._jobs[-1].mark.wait()
                 self._copies.wait()
                 self.advance()
         self.dropped([departure.place.slot for departure in self._departing])
@@ -202,25 +204,25 @@ class StagedMover:
                 while job.chunks:
                     if (block := job.block_for_next(self._blocks)) is None:
                         return
-                    self._flights.append(self._launched(job, job.chunks.popleft(), block))
+                    self._jobs.append(self._launched(job, job.chunks.popleft(), block))
                 jobs.popleft()
 
-    def _launched(self, job: _Departure | _Arrival, chunk: Chunk, block: Block) -> _Flight:
+    def _launched(self, job: _OutgoingCopy | _IncomingCopy, chunk: Chunk, block: Block) -> _CopyJob:
         mark = self._stream.launch(lambda: job.copy(chunk, block.tensor, self._staging))
         job.last = mark
-        return _Flight(job, chunk, block, mark)
+        return _CopyJob(job, chunk, block, mark)
 
 
 @dataclass(frozen=True)
-class _Flight:
-    job: _Departure | _Arrival
+class _CopyJob:
+    copy: _OutgoingCopy | _IncomingCopy
     chunk: Chunk
     block: Block
     mark: Mark
 
 
 @dataclass(eq=False)
-class _Departure:
+class _OutgoingCopy:
     """A record on its way from the pool to ``views``, by section."""
 
     place: RecordPlace
@@ -277,7 +279,7 @@ class _Departure:
             self.then(fault)
 
 
-class _Parcel:
+class _StagedRecord:
     """A checked record outside the pool, with some chunks in blocks and all others in ordinary memory."""
 
     def __init__(self, live: list[np.ndarray]) -> None:
@@ -301,14 +303,14 @@ class _Parcel:
             out[piece.in_block] = sections[piece.strip.section][piece.in_section]
 
 
-class _Arrival:
-    """A record on its way from a parcel to the pool.  ``chunks``: chunks without a block."""
+class _IncomingCopy:
+    """A record on its way from staging memory to the pool.  ``chunks``: chunks without a block."""
 
-    def __init__(self, parcel: _Parcel, then: Callable[[], None]) -> None:
-        self.chunks = deque(chunk for chunk, _ in parcel.loose)
+    def __init__(self, staged: _StagedRecord, then: Callable[[], None]) -> None:
+        self.chunks = deque(chunk for chunk, _ in staged.loose)
         self.last: Mark | None = None
-        self._contents = deque(content for _, content in parcel.loose)
-        self._left = len(parcel.loaded) + len(parcel.loose)
+        self._contents = deque(content for _, content in staged.loose)
+        self._left = len(staged.loaded) + len(staged.loose)
         self._then = then
 
     def block_for_next(self, blocks: HostBlocks) -> Block | None:
@@ -325,7 +327,7 @@ class _Arrival:
             given = staging[piece.in_block].view(table.dtype).view(piece.count, -1)
             table.index_copy_(0, rows, given)
 
-    def landed(self) -> None:
+    def received(self) -> None:
         """Count a finished copy, and report the record after its last copy."""
         self._left -= 1
         if not self._left:

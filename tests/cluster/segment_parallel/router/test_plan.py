@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.processes import free_port
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.planning import PlanRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.engine.instance import RoutedInstance
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.states import LinearGeometry
@@ -44,19 +44,19 @@ LIMITS = "pages slots page_tokens max_request_tokens tiles record_tiles state_pa
 LINKS = ["hypic", "epic-0", "epic-3", "block", "prompt-cache", "naive", "full", "nonsense"]
 
 
-def engine(linear: bool, reads_successors: bool = False, **options: Any) -> SchedulerSide:
+def engine(linear: bool, reads_successors: bool = False, **options: Any) -> SchedulerConnector:
     attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     gdn = (LinearGeometry("layers.1", 3, 16, 16, 3, 8, torch.bfloat16),) if linear else ()
     # Small: some prompts do not fit.
     pool = PoolGeometry(attention, gdn, page_tokens=16, pages=30, slots=6, transition_blocks=9)
     usual = {"min_segment_tokens": 4, "seam_tokens": 2, "context": "none", "islands": "none"}
     config = HypicConfig.from_mapping({**usual, **options})
-    return SchedulerSide(
+    return SchedulerConnector(
         config, pool, Namespace(NAMESPACE), MODEL_LEN, lambda: IDS, reads_successors=reads_successors
     )
 
 
-def described(side: SchedulerSide, **more: Any) -> Description:
+def described(side: SchedulerConnector, **more: Any) -> Description:
     """What ``GET /v1/hypic/describe`` of this engine says."""
     traits, config = side.planner.traits, side.config
     said = description(
@@ -97,7 +97,7 @@ def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
 
 
 def planned_alike(
-    side: SchedulerSide, ids: list[int], extra: dict[str, Any], salt: str | None
+    side: SchedulerConnector, ids: list[int], extra: dict[str, Any], salt: str | None
 ) -> PromptPlan | None:
     """The plan of both, found to be the same; every warm-up prompt makes its record.  ``None``: refused."""
     try:

@@ -56,7 +56,7 @@ class Arrival:
 
 
 @dataclass
-class Allowance:
+class LoadBudget:
     """The space that records awaited by one request may take: unlimited if no other request awaits records,
     else no more than ``share`` with theirs.  ``taken``: the space of all awaited records."""
 
@@ -75,7 +75,7 @@ class Allowance:
         return True
 
 
-class Arrivals:
+class PendingLoads:
     """Tracks arrivals, by the serial numbers of the entries that wait for them.
 
     ``tiers``: the tiers to ask; ``ranks``: number of workers, each with a part of every record;
@@ -93,22 +93,22 @@ class Arrivals:
         """Return the number of records on their way."""
         return len(self._arrivals)
 
-    def allowance(self) -> Allowance:
-        """Return the allowance for records that the next request may await."""
-        return Allowance(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
+    def budget(self) -> LoadBudget:
+        """Return the budget for records that the next request may await."""
+        return LoadBudget(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
 
     def start(
         self,
         place: RecordPlace,
         space: Space,
         remote_s: float | None,
-        instead: tuple[SegmentKey, ...] = (),
+        fallback_keys: tuple[SegmentKey, ...] = (),
     ) -> bool:
         """Order the record into its reserved place; return false if the record can only be computed.
 
         ``remote_s``: seconds within which another instance should send the record; ``None``: no instance
-        sends it.  ``instead``: keys for which the store reports its hits if the record itself is missing
-        there.  A record comes to one place at a time, maybe that of a deleted, still awaited entry.
+        sends it.  ``fallback_keys``: keys for which the store reports its hits if the record is missing.
+        A record comes to one place at a time, maybe that of a deleted, still awaited entry.
         """
         if place.key in self._keys:
             return False
@@ -120,7 +120,7 @@ class Arrivals:
             self._orders.submit(AwaitRecord(place))
         elif self._sources:
             self._arrivals[place.serial] = Arrival(place.key, remote=False)
-            self._orders.submit(FetchRecord(place, instead))
+            self._orders.submit(FetchRecord(place, fallback_keys))
         else:
             return False
         self._keys.add(place.key)

@@ -24,7 +24,7 @@ DECAY = 0.98
 """The factor by which each counted end reduces the weight of all earlier ends."""
 
 
-class Continuations:
+class ReuseEstimator:
     """Counts ends of answers or prompts, whether or not the directory keeps their records, and how many of
     these ends later prompts continue."""
 
@@ -37,14 +37,14 @@ class Continuations:
         self._ended = self._used = 0.0
         self._counted = 0
 
-    def ended(self, key: SegmentKey) -> None:
+    def add_end(self, key: SegmentKey) -> None:
         """Note that a prompt or answer ended whose record has, or would have, this key."""
         self._open.pop(key, None)
         self._open[key] = self._directory.leaves_at()
         if len(self._open) > REMEMBERED:
             self._count_unused()
 
-    def asked(self, segment: CachedSegment) -> None:
+    def observe(self, segment: CachedSegment) -> None:
         """Note that a prompt has this prefix, and so continues every end inside it."""
         for key in (*(c.key for c in segment.checkpoints), segment.key):
             if self._open.pop(key, None) is not None:
@@ -54,7 +54,7 @@ class Continuations:
                 self._used += 1
 
     @property
-    def likely(self) -> bool:
+    def worth_keeping(self) -> bool:
         """Whether a kept end is likely enough to be continued to be worth its room in the pool."""
         while self._open and next(iter(self._open.values())) <= self._directory.evictions:
             self._count_unused()

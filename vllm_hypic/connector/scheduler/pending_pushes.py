@@ -21,7 +21,7 @@ class _Delivery:
     faults: list[str] = field(default_factory=list)
 
 
-class Deliveries:
+class PendingPushes:
     """Tracks deliveries by request.  All orders have different numbers.  Each of ``ranks`` workers sends its
     part of every record, and reports every order once."""
 

@@ -46,7 +46,7 @@ from .link import RecordLink
 OpenLinks = Callable[[DevicePool, RecordMover], list[RecordLink]]
 
 
-class WorkerSide:
+class WorkerConnector:
     """Manages one worker's live plans and pool, and the links that move records into and out of the pool.
 
     ``open_links``: called with the allocated pool and its record mover, if the configuration has a store or
@@ -148,8 +148,8 @@ class WorkerSide:
                 if self._submit(FetchRecord(place)):
                     self._report.at_store.add(place.serial)
             case FetchRecord(place) | AwaitRecord(place):
-                instead = None if done else outcome.instead
-                count = LoadCount(int(done), int(not done), outcome.route, outcome.transition_blocks, instead)
+                keys = None if done else outcome.fallback_keys
+                count = LoadCount(int(done), int(not done), outcome.route, outcome.transition_blocks, keys)
                 self._report.loads[place.serial] = count
                 if done and isinstance(outcome.order, AwaitRecord):
                     self._submit(SaveRecord(place))

@@ -37,7 +37,7 @@ class _Due:
     role: Role
 
 
-class SharedColumns:
+class DeltaRecords:
     """Decides which columns of an engine's records are stored, and orders the storing of checkpoints.
 
     ``prefill_flops(tokens)``: FLOPs of a prefill of that length."""
@@ -64,7 +64,7 @@ class SharedColumns:
 
     def place(self, segment: CachedSegment, entry: Entry) -> RecordPlace:
         """Return the place and base with which the record is stored once it is complete."""
-        place, begins = self._view.place(entry, segment.role), entry.begins
+        place, begins = self._view.place(entry, segment.role), entry.shared_prefix
         self._rest_on.pop(entry.key, None)
         self._plan(entry.key, ())
         if begins is None or not segment.is_prefix or not self._has_columns:
@@ -83,7 +83,7 @@ class SharedColumns:
     def completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
         """Note that the record is complete, with its last stretch computed behind ``base``: its checkpoints
         are to be stored after it."""
-        begins = entry.begins
+        begins = entry.shared_prefix
         serials = {begins.serial} if begins is not None else set()
         if segment.is_prefix:
             serials |= {kept.serial for kept in self._kept(segment, entry)}
@@ -136,7 +136,7 @@ class SharedColumns:
         """Yield the complete checkpoints of a prefix's record: later prompts are likely to part there."""
         for checkpoint in segment.checkpoints:
             kept = self._directory.checkpoint_at(checkpoint.key)
-            if kept is not None and kept.is_checkpoint and entry.key in kept.within:
+            if kept is not None and kept.is_checkpoint and entry.key in kept.checkpoint_of:
                 yield kept
 
     def _is_wanted(self, entry: Entry) -> bool:

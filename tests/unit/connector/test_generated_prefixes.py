@@ -1,4 +1,4 @@
-"""Records of answers and prefixes as the scheduler side keeps them: names, places, worth, who gives way."""
+"""Records of answers and prefixes in the scheduler: names, places, values, which record gives way."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.scheduler import continuations, placement
-from vllm_hypic.connector.scheduler.continuations import LEAST_ENDS, REMEMBERED, Continuations
+from vllm_hypic.connector.scheduler import placement, reuse_estimator
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.connector.scheduler.growing import GrowingDirectory
 from vllm_hypic.connector.scheduler.placement import APART_TOKENS, LEAST_OVERLAPS, PrefixPlacement
 from vllm_hypic.connector.scheduler.planning import PlanRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
+from vllm_hypic.connector.scheduler.reuse_estimator import LEAST_ENDS, REMEMBERED, ReuseEstimator
 from vllm_hypic.pool.plans import CapturePlan, Space
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.plan import CachedSegment, PoolLimits, PromptPlan
@@ -39,7 +39,7 @@ class Side:
     ) -> None:
         options = {"prefix": "sparse", "page_tokens": PAGE, "min_segment_tokens": PAGE} | more
         ids = PrimitiveIds(sep=1, pdep=2, pad=3)
-        self.side = SchedulerSide(
+        self.side = SchedulerConnector(
             HypicConfig.from_mapping(options | {"context": "none", "islands": "none"}),
             geometry(pages, slots),
             Namespace.from_config({}),
@@ -69,7 +69,7 @@ class Side:
         return computed
 
     def run(self, name: str, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
-        return self.side.answers.scheduled([(name, begin, end)]).get(name)
+        return self.side.generated.scheduled([(name, begin, end)]).get(name)
 
     def decode(self, name: str, computed: int, count: int) -> list[CapturePlan]:
         """So many tokens, one by one; what they capture."""
@@ -145,7 +145,7 @@ def test_who_finds_no_page_keeps_what_it_has() -> None:
 
 def test_who_generates_too_little_takes_no_room(side: Side) -> None:
     for most, taken in ((PAGE - 3, 1), (PAGE - 2, 2)):
-        side.side.answers.expect(f"{most}", most)
+        side.side.generated.expect(f"{most}", most)
         side.begin(f"{most}", PROMPT)
         assert side.side.directory.used.slots == taken
         side.end(f"{most}", ())
@@ -184,9 +184,9 @@ def test_a_prompts_end_leaves_first_unless_it_is_asked_again() -> None:
 def test_answers_that_nobody_goes_on_from_are_not_kept(side: Side) -> None:
     """And are again, once somebody would have."""
     for i in range(LEAST_ENDS + SLOTS):
-        assert side.side.answers._continuations.likely or i > LEAST_ENDS
+        assert side.side.generated._estimator.worth_keeping or i > LEAST_ENDS
         side.ask(f"{i}", (i, *PROMPT), ANSWER)
-    assert not side.side.answers._continuations.likely, "so many have left the pool"
+    assert not side.side.generated._estimator.worth_keeping, "so many have left the pool"
     side.ask("once", (99, *PROMPT), ANSWER)
     assert not side.has((99, *PROMPT, *ANSWER)[: 6 * PAGE])
     for i in range(LEAST_ENDS):
@@ -241,7 +241,7 @@ def test_who_waits_in_its_share_is_given_what_grows_of_it_alone() -> None:
         assert not side.side.ready("later"), "its tenant has two states, and may have no more"
         side.side.pump()
     assert side.side.ready("later")
-    answers = {name: side.side.answers._answers[name] for name in "ab"}
+    answers = {name: side.side.generated._answers[name] for name in "ab"}
     assert answers["a"] is None and answers["b"] is not None
     assert len(side.decode("b", computed[1], 2 * PAGE)) == 2
 
@@ -249,7 +249,7 @@ def test_who_waits_in_its_share_is_given_what_grows_of_it_alone() -> None:
 def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for, all of which leave checkpoints, and grow until somebody waits."""
     monkeypatch.setattr(placement, "APART_TOKENS", 2 * PAGE)
-    monkeypatch.setattr(continuations, "LEAST_ENDS", 1000)
+    monkeypatch.setattr(reuse_estimator, "LEAST_ENDS", 1000)
     for options, tenants in (({}, ("",)), ({"max_tenant_fraction": 0.5}, ("a", "b"))):
         side = Side(pages=40, slots=10, **options)
         prompts = {f"{i}": tuple(range(1000 * i, 1000 * i + 8 * PAGE + 3)) for i in range(10, 50)}
@@ -263,7 +263,7 @@ def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
             for name in [name for name in waiting if side.side.ready(name)]:
                 waiting.remove(name)
                 running[name] = side.prefill(name)
-            captured = side.side.answers.scheduled([(name, at, at + 1) for name, at in running.items()])
+            captured = side.side.generated.scheduled([(name, at, at + 1) for name, at in running.items()])
             given_up += sum(plans == () for plans in captured.values())
             for name in list(running):
                 running[name] += 1
@@ -281,7 +281,7 @@ def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ends_that_nobody_goes_on_from_leave_before_checkpoints(grow: bool) -> None:
     """Forks of one prompt leave its beginning to others that come later; turns leave their ends."""
     side = Side(slots=6)
-    side.side.answers._on = False
+    side.side.generated._on = False
     prompt = PROMPT[: 3 * PAGE]
     for i in range(LEAST_ENDS + SLOTS):
         tail = range(5000 + 100 * i, 5000 + 100 * i + PAGE)
@@ -298,12 +298,12 @@ def test_few_are_remembered(side: Side, full: bool) -> None:
     """Of those that still may be gone on from, and of the others."""
     side.ask("a", PROMPT, ANSWER)
     directory = side.side.directory
-    counted, held = Continuations(directory), len(directory)
+    counted, held = ReuseEstimator(directory), len(directory)
     until = LEAST_ENDS + (held if full else REMEMBERED)
     for i in range(25_000):
         directory.evictions += full
-        counted.ended(SegmentKey(f"{i}"))
-        assert counted.likely is (i + 1 < until)
+        counted.add_end(SegmentKey(f"{i}"))
+        assert counted.worth_keeping is (i + 1 < until)
     assert len(counted._open) <= REMEMBERED and len(counted._unused) <= REMEMBERED
     assert len(counted._open) + len(counted._unused) >= REMEMBERED
 
@@ -332,21 +332,21 @@ def test_a_state_is_worth_what_it_has_beyond_the_one_before() -> None:
     side = Side(flops=flops)
     common, whole = text(1, 3), (*text(1, 3), *text(2, 3))
     side.ask("first", (*whole, 1), ())
-    assert entry(side, whole).worth == behind(side, 0, 6)
+    assert entry(side, whole).eviction_value == behind(side, 0, 6)
     forks = [(*common, *text(n, 2)) for n in (3, 4)]
     side.ask("parts", (*forks[0], 1), ())
-    assert entry(side, common).worth == behind(side, 0, 3), "kept on the way"
-    assert entry(side, forks[0]).worth == behind(side, 3, 5)
-    assert entry(side, forks[0]).value == behind(side, 0, 5), "what a hit saves"
+    assert entry(side, common).eviction_value == behind(side, 0, 3), "kept on the way"
+    assert entry(side, forks[0]).eviction_value == behind(side, 3, 5)
+    assert entry(side, forks[0]).hit_value == behind(side, 0, 5), "what a hit saves"
     assert side.ask("goes on", (*forks[1], 1), ANSWER) == 2 * PAGE + 1
-    assert entry(side, forks[1]).worth == behind(side, 3, 5)
-    assert entry(side, (*forks[1], 1, *ANSWER)[: 9 * PAGE]).worth == behind(side, 5, 9)
+    assert entry(side, forks[1]).eviction_value == behind(side, 3, 5)
+    assert entry(side, (*forks[1], 1, *ANSWER)[: 9 * PAGE]).eviction_value == behind(side, 5, 9)
 
 
 def test_who_saves_most_for_its_bytes_stays_longer() -> None:
     """The older prompt is the longer one, so a byte of it is worth more."""
     side = Side(slots=3, flops=lambda tokens: float(tokens**3))
-    side.side.answers._on = False
+    side.side.generated._on = False
     long, short, other = text(1, 20), text(2, 2), text(3, 4)
     for name, prompt in (("long", long), ("short", short), ("other", other), ("next", text(4, 4))):
         side.ask(name, (*prompt, 1), ())

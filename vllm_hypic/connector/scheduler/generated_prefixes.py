@@ -1,4 +1,4 @@
-"""Answers: capture the tokens behind a prompt's prefix while vLLM computes them, for the next turn to reuse.
+"""Generated prefixes: capture the tokens behind a prompt's prefix while vLLM computes them.
 
     prompt     [ prefix: a record | rest ]
     answer                              generated ...
@@ -22,11 +22,11 @@ from ...pool.plans import CapturePlan, Space
 from ...primitives.plan import CachedSegment
 from ...primitives.prefix import continued
 from .admission import Admission, ComposedRequest
-from .continuations import Continuations
+from .delta_records import DeltaRecords
 from .entries import Entry, Need
 from .growing import GrowingDirectory
 from .placement import PrefixPlacement
-from .shared_columns import SharedColumns
+from .reuse_estimator import ReuseEstimator
 
 NO_DRAFTS: Mapping[str, Sequence[int]] = MappingProxyType({})
 _MANY = 1 << 60
@@ -34,21 +34,21 @@ _MANY = 1 << 60
 
 
 @dataclass
-class _Answer:
+class _OpenRecord:
     """The growing record ``entry`` of one request.  All other fields but ``grows`` are indices of the
-    request's tokens in vLLM.  ``origin``: the prefix's end.  ``certain``, ``scheduled``: the last pass's end
-    without and with its draft tokens.  ``whole``: the last token index at which a pass left states."""
+    request's tokens in vLLM.  ``confirmed_end``, ``scheduled_end``: the last pass's end
+    without and with its draft tokens.  ``last_page_end``: the last index at which a pass left states."""
 
     entry: Entry
-    origin: int
-    certain: int
-    scheduled: int
-    whole: int
+    prefix_end: int
+    confirmed_end: int
+    scheduled_end: int
+    last_page_end: int
     page_end: int
     grows: bool = True
 
 
-class Answers:
+class GeneratedPrefixes:
     """Grows records of prompts and answers while their requests run.
 
     ``need(tokens, behind)``: see :meth:`.Planner.need_grown`.  ``stored``: stores records in tiers; ``None``
@@ -61,18 +61,18 @@ class Answers:
         admission: Admission,
         need: Callable[[int, int], Need],
         placement: PrefixPlacement,
-        stored: SharedColumns | None,
+        stored: DeltaRecords | None,
         *,
         on: bool,
     ) -> None:
         self._directory, self._admission, self._need = directory, admission, need
         self._placement, self._stored, self._on = placement, stored, on
-        self._answers: dict[str, _Answer | None] = {}
+        self._answers: dict[str, _OpenRecord | None] = {}
         """Answers by request, once its prefix is computed; ``None``: the request's answer is not captured."""
         self._given_up: list[str] = []
         self._most: dict[str, int] = {}
         """The most tokens that each request may generate, by request id."""
-        self._continuations = Continuations(directory)
+        self._estimator = ReuseEstimator(directory)
 
     def expect(self, request_id: str, most: int) -> None:
         """Set the limit on tokens that the request may generate."""
@@ -105,40 +105,42 @@ class Answers:
         answer = self._answers[request_id]
         if answer is None or not answer.grows:
             return None
-        if not answer.certain <= begin <= answer.scheduled:  # vLLM preempted the request and restarts it
+        if (
+            not answer.confirmed_end <= begin <= answer.scheduled_end
+        ):  # vLLM preempted the request and restarts it
             return self._drop(request_id, answer)
         return self._go_on(request, answer, begin, end, drafts)
 
     def _begin(self, request: ComposedRequest, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
         segment = request.plan.segments[0]
-        origin = segment.stop - _before(request)
-        if end <= origin:
+        prefix_end = segment.stop - _before(request)
+        if end <= prefix_end:
             return None
         self._answers[request.request_id] = None
-        self._continuations.asked(segment)
-        if begin > origin or request.outdated or not self._continuations.likely:
+        self._estimator.observe(segment)
+        if begin > prefix_end or request.outdated or not self._estimator.worth_keeping:
             return None
         computed = len(request.running.stream) + self._most.get(request.request_id, _MANY) - 1
         if (
-            computed < origin + self._directory.page_tokens
+            computed < prefix_end + self._directory.page_tokens
             or (entry := self._place(request, segment)) is None
         ):
             return None
-        answer = _Answer(entry, origin, origin, origin, origin, origin)
+        answer = _OpenRecord(entry, prefix_end, prefix_end, prefix_end, prefix_end, prefix_end)
         self._answers[request.request_id] = answer
-        return self._go_on(request, answer, origin, end, 0)
+        return self._go_on(request, answer, prefix_end, end, 0)
 
     def _place(self, request: ComposedRequest, segment: CachedSegment) -> Entry | None:
         record = request.held[segment.key]
         has_share = self._admission.within_share(record.tenant, self._directory.slots.space)
-        return self._directory.begin_growth(record) if has_share and not record.forgotten else None
+        return self._directory.reserve_open(record) if has_share and not record.forgotten else None
 
     def _grow(self, entry: Entry) -> bool:
         page = Space(self._directory.pages_for(self._directory.page_tokens))
-        return self._admission.within_share(entry.tenant, page) and self._directory.grow(entry)
+        return self._admission.within_share(entry.tenant, page) and self._directory.extend(entry)
 
     def _go_on(
-        self, request: ComposedRequest, answer: _Answer, begin: int, end: int, drafts: int
+        self, request: ComposedRequest, answer: _OpenRecord, begin: int, end: int, drafts: int
     ) -> tuple[CapturePlan, ...] | None:
         """Extend the answer by one pass and return new capture plans; ``None``: the former plans stay."""
         begins = begin == answer.page_end
@@ -147,9 +149,9 @@ class Answers:
             # The pass overwrites the states at the page's end, or takes a draft's, or the pool has no room.
             answer.grows = False
             return ()
-        answer.page_end, answer.certain, answer.scheduled = page_end, end - drafts, end
+        answer.page_end, answer.confirmed_end, answer.scheduled_end = page_end, end - drafts, end
         if end == answer.page_end:
-            answer.whole = end
+            answer.last_page_end = end
         return (self._plan(request, answer),) if begins else None
 
     def pass_end(self, request_id: str, begin: int, end: int) -> int:
@@ -159,10 +161,10 @@ class Answers:
         if answer is None or not answer.grows:
             return end
         page = self._directory.page_tokens
-        last = begin - (begin - answer.origin) % page + page - 1
+        last = begin - (begin - answer.prefix_end) % page + page - 1
         return min(end, max(begin + 1, last))
 
-    def _plan(self, request: ComposedRequest, answer: _Answer) -> CapturePlan:
+    def _plan(self, request: ComposedRequest, answer: _OpenRecord) -> CapturePlan:
         page, entry = self._directory.page_tokens, answer.entry
         first = entry.pages[-1] * page if entry.pages else 0
         return CapturePlan(
@@ -188,17 +190,21 @@ class Answers:
             return
         answer, request = self._answers.pop(request_id), self._admission.requests[request_id]
         segment, page = request.plan.segments[0], self._directory.page_tokens
-        origin, record = segment.stop - _before(request), request.held[segment.key]
-        stop = origin + max(0, len(tokens) - 1 - origin) // page * page if answer is None else answer.whole
+        prefix_end, record = segment.stop - _before(request), request.held[segment.key]
+        stop = (
+            prefix_end + max(0, len(tokens) - 1 - prefix_end) // page * page
+            if answer is None
+            else answer.last_page_end
+        )
         grown = None
-        if origin < stop <= len(tokens) and not request.outdated:
-            grown = continued(segment, tokens[origin:stop], page)
-            self._continuations.ended(grown.key)
+        if prefix_end < stop <= len(tokens) and not request.outdated:
+            grown = continued(segment, tokens[prefix_end:stop], page)
+            self._estimator.add_end(grown.key)
         if answer is None:
             return
         if grown is None or not record.resident or record.forgotten:
-            self._directory.end_growth(answer.entry)
-        elif self._directory.end_growth(answer.entry, grown.key, self._need(grown.stop, record.columns)):
+            self._directory.publish(answer.entry)
+        elif self._directory.publish(answer.entry, grown.key, self._need(grown.stop, record.columns)):
             if request.own is not None:
                 self._directory.supersede(record)
             self._placement.grown(grown)
@@ -212,9 +218,9 @@ class Answers:
                 self._drop(request_id, answer)
                 self._given_up.append(request_id)
 
-    def _drop(self, request_id: str, answer: _Answer) -> tuple[CapturePlan, ...]:
+    def _drop(self, request_id: str, answer: _OpenRecord) -> tuple[CapturePlan, ...]:
         self._answers[request_id] = None
-        self._directory.end_growth(answer.entry)
+        self._directory.publish(answer.entry)
         return ()
 
 

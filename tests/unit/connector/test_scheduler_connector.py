@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
-from vllm_hypic.connector.scheduler.side import SchedulerSide
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.primitives.keys import SegmentKey
 
@@ -24,17 +24,19 @@ LEAD, DOCUMENT = list(range(10, 30)), list(range(100, 140))
 PROMPT = [*LEAD, IDS.sep, *DOCUMENT, IDS.sep, *QUERY]
 
 
-def side(**options: Any) -> SchedulerSide:
+def side(**options: Any) -> SchedulerConnector:
     return store_side(**{"store": False, "seam_tokens": 3, **options})
 
 
-def admit(on: SchedulerSide, tokens: list[int], name: str = "r", **extra: Any) -> None:
+def admit(on: SchedulerConnector, tokens: list[int], name: str = "r", **extra: Any) -> None:
     plan = on.planner.plan(PlanRequest(tokens, extra or None, None, None))
     assert plan is not None
     on.admit(name, plan)
 
 
-def pumped(on: SchedulerSide, tokens: list[int], **extra: Any) -> list[tuple[SegmentRequest, CapturePlan]]:
+def pumped(
+    on: SchedulerConnector, tokens: list[int], **extra: Any
+) -> list[tuple[SegmentRequest, CapturePlan]]:
     admit(on, tokens, **extra)
     jobs = on.pump()
     return [(job, plan) for job in jobs for plan in on.views.captures(job.request_id)]
@@ -165,11 +167,11 @@ def test_local_positions_without_padding_are_indices() -> None:
 TEXT = tuple(range(500, 512))
 
 
-def with_text(**options: Any) -> SchedulerSide:
+def with_text(**options: Any) -> SchedulerConnector:
     return side(context="text", text=TEXT, **options)
 
 
-def started(on: SchedulerSide, name: str = "r", tokens: list[int] = PROMPT) -> list[SegmentRequest]:
+def started(on: SchedulerConnector, name: str = "r", tokens: list[int] = PROMPT) -> list[SegmentRequest]:
     admit(on, tokens, name)
     return on.pump()
 
@@ -220,7 +222,7 @@ def test_the_prompts_own_leading_segment_as_context() -> None:
     assert on.ready(segment.request_id)
 
 
-def context_key(on: SchedulerSide) -> SegmentKey:
+def context_key(on: SchedulerConnector) -> SegmentKey:
     [key] = {w.context.key for w in on.segment_requests._segments.values() if w.context is not None}
     return key
 
@@ -311,12 +313,12 @@ def prompt_of(*documents: list[int], lead: list[int] | None = None) -> list[int]
     return [*(lead or []), *(t for d in documents for t in (IDS.sep, *d)), IDS.sep, *QUERY]
 
 
-def computing(on: SchedulerSide) -> dict[int, str]:
+def computing(on: SchedulerConnector) -> dict[int, str]:
     """Segment requests by the first token that they compute."""
     return {job.token_ids[0]: job.request_id for job in on.pump()}
 
 
-def leave(on: SchedulerSide, *names: str) -> None:
+def leave(on: SchedulerConnector, *names: str) -> None:
     for name in names:
         on.finished(name, completed=False)
     on.directory.check_integrity()

@@ -1,9 +1,9 @@
 """Scheduler half: admits requests, keeps the directory, and decides which requests may run.
 
-Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerSide.admit` (tokens become the stream) ->
-:meth:`~SchedulerSide.pump` (pins its records; fetches, awaits or computes the missing ones) ->
-:meth:`~SchedulerSide.ready` -> :meth:`.RequestViews.stream_plan` on its first step ->
-:meth:`~SchedulerSide.finished` (unpin).
+Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerConnector.admit` (tokens become the
+stream) -> :meth:`~SchedulerConnector.pump` (pins its records; fetches, awaits or computes missing records)
+-> :meth:`~SchedulerConnector.ready` -> :meth:`.RequestViews.stream_plan` on its first step ->
+:meth:`~SchedulerConnector.finished` (unpin).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..metadata import HypicMetadata, LoadCount, WorkerReport
 from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
-from .answers import Answers
-from .arrivals import Allowance, Arrivals
-from .deliveries import Deliveries
+from .delta_records import DeltaRecords
 from .entries import Entry
 from .fetched import FetchedCheckpoints
+from .generated_prefixes import GeneratedPrefixes
 from .growing import GrowingDirectory
 from .island_runs import IslandRuns, whole_runs
+from .pending_loads import LoadBudget, PendingLoads
+from .pending_pushes import PendingPushes
 from .placement import PrefixPlacement, SegmentPlacement
 from .planning import NO_TOKENIZER, Planner, PlanningTexts
 from .prefixes import Prefixes
@@ -38,12 +39,11 @@ from .request_views import RequestViews
 from .retention import Retention
 from .saves import Saves
 from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
-from .shared_columns import SharedColumns
 from .stretches import Stretch, Stretches
 from .worker_view import WorkerView
 
 
-class SchedulerSide:
+class SchedulerConnector:
     """Manages the requests, the directory and the records on their way of one engine."""
 
     def __init__(
@@ -90,21 +90,21 @@ class SchedulerSide:
         self.prefixes = Prefixes(self.directory, self.admission, need, prefixes, self._complete)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
-        self.arrivals = Arrivals(self._orders, tiers=config.store.tiers, ranks=ranks, share=share)
-        self._deliveries, self._saves = Deliveries(self._orders, ranks), Saves(ranks)
-        self.shared = SharedColumns(self.directory, self._view, self._orders, geometry, prefill_flops)
+        self.loads = PendingLoads(self._orders, tiers=config.store.tiers, ranks=ranks, share=share)
+        self._pushes, self._saves = PendingPushes(self._orders, ranks), Saves(ranks)
+        self.delta_records = DeltaRecords(self.directory, self._view, self._orders, geometry, prefill_flops)
         self._fetched = FetchedCheckpoints(
-            self.directory, self._stretches, self.arrivals, self.admission, self.segment_requests, self._view
+            self.directory, self._stretches, self.loads, self.admission, self.segment_requests, self._view
         )
-        stored, grown = self.shared if has_tiers else None, self.planner.need_grown
-        self.answers = Answers(self.directory, self.admission, grown, prefixes, stored, on=keeps_answers)
+        stored, grown = self.delta_records if has_tiers else None, self.planner.need_grown
+        made_of = self.directory, self.admission, grown, prefixes, stored
+        self.generated = GeneratedPrefixes(*made_of, on=keeps_answers)
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters, self._evictions = HypicCounters(), 0
         self._held: set[str] = set()
         self._ended_early = False
         """A request ended early since the last :meth:`take_unwanted`."""
-        self._news = False
-        """An arrival has ended since the last :meth:`pump`."""
+        self._news = False  # whether a load has ended since the last :meth:`pump`
         self.worker_unfinished = False
         """Workers are copying records, and need steps even when no request runs."""
 
@@ -167,7 +167,7 @@ class SchedulerSide:
         the segments to compute."""
         self._news = False
         self.retention.drop_expired()
-        self.arrivals.give_up_late()
+        self.loads.give_up_late()
         started = self._compute_incomplete()
         for composed, reserved in self.admission.admitted():
             self.counters.segments_hit += len(composed.wanted) - len(reserved)
@@ -177,18 +177,18 @@ class SchedulerSide:
                 self._count(composed)
         if self.admission.no_room or self.admission.full:
             self.counters.pool_waits += 1
-            self.answers.give_up(None if self.admission.no_room else self.admission.full)
-            self.arrivals.give_up_unoffered()
+            self.generated.give_up(None if self.admission.no_room else self.admission.full)
+            self.loads.give_up_unoffered()
         return started
 
     def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
         """Start to fetch or await a request's missing records; return segment requests for all other ones."""
-        started, allowance = [], self.arrivals.allowance()
+        started, budget = [], self.loads.budget()
         for entry in reserved:
             if composed.outdated:
                 self.directory.discard(entry.key)
             segment = composed.segment(entry.key)
-            if not composed.outdated and self._start_arrival(entry, segment, composed.transfer, allowance):
+            if not composed.outdated and self._start_arrival(entry, segment, composed.transfer, budget):
                 composed.undecided.add(entry.key)
             else:
                 composed.fresh.add(entry.key)
@@ -196,13 +196,13 @@ class SchedulerSide:
         return started
 
     def _start_arrival(
-        self, entry: Entry, segment: CachedSegment, transfer: Transfer, allowance: Allowance
+        self, entry: Entry, segment: CachedSegment, transfer: Transfer, budget: LoadBudget
     ) -> bool:
-        awaited = entry.key in transfer.remote and allowance.take(entry.space)
+        awaited = entry.key in transfer.remote and budget.take(entry.space)
         remote_s = transfer.remote_deadline_s if awaited else None
-        instead = self._fetched.wanted(segment) if self.config.store.tiers else ()
-        place = self._view.place(entry, segment.role, behind=entry.base)
-        return self.arrivals.start(place, entry.space, remote_s, instead)
+        fallback_keys = self._fetched.wanted(segment) if self.config.store.tiers else ()
+        place = self._view.place(entry, segment.role, behind=entry.resume_from)
+        return self.loads.start(place, entry.space, remote_s, fallback_keys)
 
     def _compute(
         self,
@@ -268,7 +268,7 @@ class SchedulerSide:
         """Order the workers to decline records that other instances send but no request here awaits."""
         if not composed.transfer.remote:
             return
-        for key in (composed.transfer.remote & composed.wanted.keys()) - self.arrivals.awaited():
+        for key in (composed.transfer.remote & composed.wanted.keys()) - self.loads.awaited():
             self._orders.submit(DeclineRecord(key, composed.held[key].slot))
 
     def _count(self, composed: ComposedRequest) -> None:
@@ -285,13 +285,13 @@ class SchedulerSide:
     def awaits_records(self) -> bool:
         """Whether the engine can only wait for records on their way: workers copy no records, and no arrival
         has ended since the last :meth:`pump`."""
-        return bool(self.arrivals) and not self._news and not self.worker_unfinished
+        return bool(self.loads) and not self._news and not self.worker_unfinished
 
     @property
     def only_arrivals_matter(self) -> bool:
         """Whether arriving records alone require the next step: no record is, or may be, on its way to other
         instances or tiers."""
-        return not (self._deliveries or self.config.store.tiers)
+        return not (self._pushes or self.config.store.tiers)
 
     def is_internal(self, request_id: str) -> bool:
         return request_id in self.segment_requests
@@ -353,23 +353,23 @@ class SchedulerSide:
         to = composed.transfer.push_to
         if to is None:
             return True
-        if not self._deliveries.started(request_id) and composed.outdated:
-            self._deliveries.refuse(request_id, OUTDATED)
-        elif not self._deliveries.started(request_id):
+        if not self._pushes.started(request_id) and composed.outdated:
+            self._pushes.refuse(request_id, OUTDATED)
+        elif not self._pushes.started(request_id):
             entries = [composed.held[key] for key in {s.key: None for s in composed.plan.segments}]
             places = [self._view.place(e, composed.segment(e.key).role) for e in entries]
-            self._deliveries.start(request_id, places, to, composed.transfer.push_deadline_s)
-        return self._deliveries.over(request_id)
+            self._pushes.start(request_id, places, to, composed.transfer.push_deadline_s)
+        return self._pushes.over(request_id)
 
     def push_fault(self, request_id: str) -> str | None:
         """Return why a record was not delivered; ``None`` without a failed delivery."""
-        return self._deliveries.fault(request_id)
+        return self._pushes.fault(request_id)
 
     def finished(self, request_id: str, *, completed: bool, tokens: Sequence[int] = ()) -> None:
         """Release all that a finished request holds.  ``completed``: the request ran to its end (a segment
-        request has filled its stretch); ``tokens``: see :meth:`.Answers.end`."""
+        request has filled its stretch); ``tokens``: see :meth:`.GeneratedPrefixes.end`."""
         self._ended_early |= not completed
-        self.answers.end(request_id, tokens)
+        self.generated.end(request_id, tokens)
         work = self.segment_requests.end(request_id)
         if work is not None:
             self._ended(work, completed=completed)
@@ -378,9 +378,9 @@ class SchedulerSide:
         if composed is not None:
             for entry in self.prefixes.end(composed):
                 self.segment_requests.compute_later(entry)
-            self._deliveries.forget(request_id)
+            self._pushes.forget(request_id)
             if composed.undecided:
-                self.arrivals.give_up_unwanted(self.admission.held)
+                self.loads.give_up_unwanted(self.admission.held)
 
     def _ended(self, work: SegmentWork, *, completed: bool) -> None:
         """End a segment request: commit its stretch if ``completed``, else abort it; queue remaining work."""
@@ -405,11 +405,11 @@ class SchedulerSide:
         """Commit a whole record, whose last stretch was computed behind ``base``."""
         self.directory.commit(entry)
         if self.config.store.tiers:
-            self.shared.completed(segment, entry, base)
+            self.delta_records.completed(segment, entry, base)
 
     def take_unwanted(self) -> list[str]:
-        """Return the segment requests whose records no request needs any more; empty if no request ended
-        early since the last call.  Call again after these end: segment requests wait for records, too."""
+        """Return segment requests whose records no request needs any more; empty if no request ended early
+        since the last call.  Call again after these end: segment requests wait for records, too."""
         if not self._ended_early:
             return []
         self._ended_early = False
@@ -420,7 +420,7 @@ class SchedulerSide:
     def instruct(self, metadata: HypicMetadata) -> None:
         """Put the slots and orders that came up since the last step into the worker's ``metadata``."""
         metadata.dropped_slots, metadata.taken_slots = self.directory.slots.take_news()
-        self.shared.order_checkpoints()
+        self.delta_records.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()
 
@@ -430,14 +430,14 @@ class SchedulerSide:
         for serial, transition_blocks in report.transition_blocks.items():
             self.directory.shrink(serial, transition_blocks, self.geometry.transition_block_bytes)
         for serial in report.at_store:
-            self.arrivals.at_store(serial)
+            self.loads.at_store(serial)
         for serial, count in report.loads.items():
             self._arrived(serial, count)
         stored = self._saves.reported(report.saved)
         self.retention.stored(stored)
-        self.shared.stored(stored)
+        self.delta_records.stored(stored)
         for number, faults in report.pushed.items():
-            if (fault := self._deliveries.reported(number, faults)) is not None:
+            if (fault := self._pushes.reported(number, faults)) is not None:
                 self.counters.segments_pushed += not fault
                 self.counters.segments_unpushed += bool(fault)
         if report.store is not None:
@@ -446,7 +446,7 @@ class SchedulerSide:
 
     def _arrived(self, serial: int, count: LoadCount) -> None:
         """Count ranks that received or missed their parts of a record; the last rank decides its arrival."""
-        arrival = self.arrivals.reported(serial, count)
+        arrival = self.loads.reported(serial, count)
         if arrival is None:
             return
         self._news = True
@@ -457,7 +457,7 @@ class SchedulerSide:
             self.retention.not_stored(arrival.key)
             if serial in self._fetched:
                 self._fetched.ended(serial, None)
-            elif not self._fetched.start(entry, arrival.count.instead or ()):
+            elif not self._fetched.start(entry, arrival.count.fallback_keys or ()):
                 self.segment_requests.compute_later(entry)
             return
         if arrival.sent:
@@ -465,14 +465,14 @@ class SchedulerSide:
             self.counters.segments_received_nixl += arrival.count.route == NIXL
         else:
             self.retention.stored([arrival.key])
-            self.shared.loaded(arrival.key)
+            self.delta_records.loaded(arrival.key)
             self.counters.segments_loaded += 1
         self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
         if serial in self._fetched:
-            self._fetched.ended(serial, self.arrivals.source(arrival))
+            self._fetched.ended(serial, self.loads.source(arrival))
             return
         self.directory.commit(entry)
-        self.admission.came(entry, self.arrivals.source(arrival))
+        self.admission.came(entry, self.loads.source(arrival))
         for composed in self.admission.holders(entry):
             if entry.key in composed.undecided:
                 self.counters.segments_hit += 1
