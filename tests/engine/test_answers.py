@@ -108,8 +108,8 @@ def renamed(llm: Any, fault: str | None) -> None:
 
     def faulty(request_id: str, tokens: Sequence[int] = ()) -> None:
         answer, tokens = answers._answers.get(request_id), list(tokens)
-        if answer is not None and answer.whole > answer.origin and tokens:
-            at = answer.whole - 1 if fault == "token" else answer.origin
+        if answer is not None and answer.last_page_end > answer.prefix_end and tokens:
+            at = answer.last_page_end - 1 if fault == "token" else answer.prefix_end
             tokens[at : at + 1] = [tokens[at] ^ 1] if fault == "token" else []
         end(request_id, tokens)
 

@@ -178,7 +178,7 @@ BAD: list[tuple[Any, str]] = [
     ({}, "either messages (a chat) or a prompt"),
     ({"prompt": "x", "messages": []}, "either messages (a chat) or a prompt"),
     ([], "dict"),
-    ({"prompt": ["x", "y"]}, "2 prompts"),
+    ({"prompt": ["x", "y"]}, "expected one prompt, got 2"),
     ({"prompt": 7}, "prompt"),
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ({"prompt": "x", "model": "nobody"}, "nobody"),

@@ -96,7 +96,8 @@ def served(llm: Any) -> tuple[str, str]:
 
 @pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(
-    ("options", "says"), [({"link": "naive"}, "no-go, signed off"), ({"seam_tokens": 4}, "no sign-off at")]
+    ("options", "says"),
+    [({"link": "naive"}, "no-go, signed off"), ({"seam_tokens": 4}, "this model has no sign-off at")],
 )
 def test_a_server_that_demands_a_go_is_refused_without(
     folder: Path, tmp_path: Path, options: dict[str, Any], says: str
