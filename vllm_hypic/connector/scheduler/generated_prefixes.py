@@ -36,8 +36,8 @@ _MANY = 1 << 60
 @dataclass
 class _OpenRecord:
     """The growing record ``entry`` of one request.  All other fields but ``grows`` are indices of the
-    request's tokens in vLLM.  ``confirmed_end``, ``scheduled_end``: the last pass's end
-    without and with its draft tokens.  ``last_page_end``: the last index at which a pass left states."""
+    request's tokens in vLLM.  ``confirmed_end``, ``scheduled_end``: the last pass's end without and with its
+    draft tokens.  ``last_page_end``: the last index at which a pass left states."""
 
     entry: Entry
     prefix_end: int
@@ -105,11 +105,10 @@ class GeneratedPrefixes:
         answer = self._answers[request_id]
         if answer is None or not answer.grows:
             return None
-        if (
-            not answer.confirmed_end <= begin <= answer.scheduled_end
-        ):  # vLLM preempted the request and restarts it
-            return self._drop(request_id, answer)
-        return self._go_on(request, answer, begin, end, drafts)
+        # Otherwise vLLM preempted the request and restarts it.
+        if answer.confirmed_end <= begin <= answer.scheduled_end:
+            return self._go_on(request, answer, begin, end, drafts)
+        return self._drop(request_id, answer)
 
     def _begin(self, request: ComposedRequest, begin: int, end: int) -> tuple[CapturePlan, ...] | None:
         segment = request.plan.segments[0]
@@ -191,11 +190,8 @@ class GeneratedPrefixes:
         answer, request = self._answers.pop(request_id), self._admission.requests[request_id]
         segment, page = request.plan.segments[0], self._directory.page_tokens
         prefix_end, record = segment.stop - _before(request), request.held[segment.key]
-        stop = (
-            prefix_end + max(0, len(tokens) - 1 - prefix_end) // page * page
-            if answer is None
-            else answer.last_page_end
-        )
+        last = prefix_end + max(0, len(tokens) - 1 - prefix_end) // page * page
+        stop = last if answer is None else answer.last_page_end
         grown = None
         if prefix_end < stop <= len(tokens) and not request.outdated:
             grown = continued(segment, tokens[prefix_end:stop], page)

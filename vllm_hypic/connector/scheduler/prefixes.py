@@ -63,10 +63,8 @@ class Prefixes:
     def _own(self, plan: PromptPlan, segment: CachedSegment, entry: Entry) -> OwnPrefix:
         """Return the stretches behind the last checkpoint in the pool; reserve places for later checkpoints,
         as far as the placement keeps them and the pool has room."""
-        directory, kept = (
-            self._directory,
-            self._placement.kept(segment, prompts_grow=self._ends.worth_keeping),
-        )
+        directory = self._directory
+        kept = self._placement.kept(segment, prompts_grow=self._ends.worth_keeping)
         at = base = None
         if (found := directory.deepest(segment.checkpoints, entry.resume_from)) is not None:
             at, base = found
