@@ -56,6 +56,16 @@ def test_negative_budget():
         CapacityIndex(-1, LruPolicy())
 
 
+def test_pinned_and_kept_objects_are_no_victims():
+    index, (*held, new) = CapacityIndex(BUDGET, Scripted()), NAMES
+    for name in held:
+        index.adopt(name, value(30))
+    index.pin(A)
+    assert index.plan_put(new, value(40)) == Plan(new, value(40), (B,))
+    assert index.plan_put(new, value(40), {B}) == Plan(new, value(40), (held[2],))
+    assert index.plan_put(new, value(71)) is Refusal.PINNED
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
