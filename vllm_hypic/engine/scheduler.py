@@ -306,7 +306,7 @@ class _HypicMixin(Scheduler):
         if self._ran or not self.hypic.awaits_records:
             self._idle_wait.reset()
         else:
-            self._idle_wait.wait(until_woken=self.hypic.only_arrivals_matter and not self._has_others)
+            self._idle_wait.wait(until_woken=self.hypic.only_loads_matter and not self._has_others)
         self._end_unwanted()
         for segment in self.hypic.pump():
             super().add_request(self._segment_request(segment))

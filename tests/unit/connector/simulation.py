@@ -219,7 +219,7 @@ class Engine:
         self.side.retention.drop_record(key)
         self.pins.pop(key, None)
 
-    def add_end(self, key: SegmentKey, seconds: float) -> None:
+    def expire(self, key: SegmentKey, seconds: float) -> None:
         self.expiry[key] = self.clock.now + seconds
         self.side.retention.expire_record(key, self.expiry[key])
 

@@ -186,7 +186,7 @@ def test_answers_that_nobody_goes_on_from_are_not_kept(side: Side) -> None:
     for i in range(LEAST_ENDS + SLOTS):
         assert side.side.generated._estimator.worth_keeping or i > LEAST_ENDS
         side.ask(f"{i}", (i, *PROMPT), ANSWER)
-    assert not side.side.generated._estimator.worth_keeping, "so many have left the pool"
+    assert not side.side.generated._estimator.worth_keeping, "no prompt continued these answers"
     side.ask("once", (99, *PROMPT), ANSWER)
     assert not side.has((99, *PROMPT, *ANSWER)[: 6 * PAGE])
     for i in range(LEAST_ENDS):

@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         disturbances: dict[str, tuple[int, Callable[[], object]]] = {
             "abort": (2, self.abort),
             "delete": (2, lambda: engine.delete(pick(self.keys_in_use()))),
-            "expire": (2, lambda: engine.add_end(pick(self.keys_in_use()), draw(st.sampled_from([-1, 2])))),
+            "expire": (2, lambda: engine.expire(pick(self.keys_in_use()), draw(st.sampled_from([-1, 2])))),
             "pin": (2, lambda: engine.pin(pick(engine.known))),
             "reset": (1, engine.reset),
             "restart": (1, engine.start),

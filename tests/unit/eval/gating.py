@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from vllm_hypic.cli import main
 from vllm_hypic.eval.gate import command
-from vllm_hypic.eval.gate.measure import GateMeasurement, MeasuredEngines
+from vllm_hypic.eval.gate.measure import GateEngines, GateMeasurement
 from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.methods import Method
 
@@ -54,9 +54,7 @@ def measuring_once(*also: Method) -> Iterator[None]:
     measured: list[GateMeasurement] = []
     measure: Callable[..., GateMeasurement] = command.measure
 
-    def once(
-        engines: MeasuredEngines, methods: Sequence[Method], *args: Any, **options: Any
-    ) -> GateMeasurement:
+    def once(engines: GateEngines, methods: Sequence[Method], *args: Any, **options: Any) -> GateMeasurement:
         if not measured:
             measured.append(measure(engines, (*methods, *also), *args, **options))
         asked = {(method.link, method.mode) for method in methods}

@@ -25,7 +25,7 @@ from vllm_hypic.eval.gate.command import Exit, gate
 from vllm_hypic.eval.gate.criteria import Limits, Numbers
 from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE, TaskSet
 from vllm_hypic.eval.gate.identity import Subject
-from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateMeasurement, MeasuredEngines, MeasureError
+from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateEngines, GateMeasurement, MeasureError
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
@@ -51,13 +51,13 @@ class Lab:
 
     def __init__(self) -> None:
         self.found: Mapping[str, Numbers] | Exception = {}
-        self.place: MeasuredEngines | None = None
+        self.place: GateEngines | None = None
         self.sets: Sequence[TaskSet] = ()
         self.template = ChatTemplate()
 
     def measure(
         self,
-        place: MeasuredEngines,
+        place: GateEngines,
         methods: Sequence[Method],
         make: Callable[[bool], Sequence[TaskSet]],
         *,

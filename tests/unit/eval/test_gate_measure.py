@@ -14,7 +14,7 @@ from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
 from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
 from vllm_hypic.eval.gate.fixed_set import TaskSet
-from vllm_hypic.eval.gate.measure import GateMeasurement, MeasuredEngines, MeasureError, measure
+from vllm_hypic.eval.gate.measure import GateEngines, GateMeasurement, MeasureError, measure
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.results import Metric
@@ -92,7 +92,7 @@ def run(
     for where in (module, runner):
         monkeypatch.setattr(where, "Engine", lambda *args, hypic, **more: engines[hypic])
     monkeypatch.setattr(module, "running", lambda engine: nullcontext())
-    place = MeasuredEngines(EngineSettings(Path("model"), threads=1), 200, {})
+    place = GateEngines(EngineSettings(Path("model"), threads=1), 200, {})
     steps: Any = Bar()
     found = measure(place, methods, lambda _: sets, chat=None, template=ChatTemplate(), steps=steps)
     assert steps.total == sum(len(s.tasks) for s in sets) * (len(methods) + 2)

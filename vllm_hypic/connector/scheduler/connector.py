@@ -97,14 +97,16 @@ class SchedulerConnector:
             self.directory, self._stretches, self.loads, self.admission, self.segment_requests, self._view
         )
         stored, grown = self.delta_records if has_tiers else None, self.planner.need_grown
-        made_of = self.directory, self.admission, grown, prefixes, stored
-        self.generated = GeneratedPrefixes(*made_of, on=keeps_answers)
+        self.generated = GeneratedPrefixes(
+            self.directory, self.admission, grown, prefixes, stored, on=keeps_answers
+        )
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters, self._evictions = HypicCounters(), 0
         self._held: set[str] = set()
         self._ended_early = False
         """A request ended early since the last :meth:`take_unwanted`."""
-        self._news = False  # whether a load has ended since the last :meth:`pump`
+        self._news = False
+        """A load has ended since the last :meth:`pump`."""
         self.worker_unfinished = False
         """Workers are copying records, and need steps even when no request runs."""
 
@@ -188,18 +190,16 @@ class SchedulerConnector:
             if composed.outdated:
                 self.directory.discard(entry.key)
             segment = composed.segment(entry.key)
-            if not composed.outdated and self._start_arrival(entry, segment, composed.transfer, budget):
+            if not composed.outdated and self._start_load(entry, segment, composed.transfer, budget):
                 composed.undecided.add(entry.key)
             else:
                 composed.fresh.add(entry.key)
                 started += self._compute(segment, entry, composed.request_id, composed.priority)
         return started
 
-    def _start_arrival(
-        self, entry: Entry, segment: CachedSegment, transfer: Transfer, budget: LoadBudget
-    ) -> bool:
-        awaited = entry.key in transfer.remote and budget.take(entry.space)
-        remote_s = transfer.remote_deadline_s if awaited else None
+    def _start_load(self, entry: Entry, segment: CachedSegment, way: Transfer, budget: LoadBudget) -> bool:
+        awaited = entry.key in way.remote and budget.take(entry.space)
+        remote_s = way.remote_deadline_s if awaited else None
         fallback_keys = self._fetched.wanted(segment) if self.config.store.tiers else ()
         place = self._view.place(entry, segment.role, behind=entry.resume_from)
         return self.loads.start(place, entry.space, remote_s, fallback_keys)
@@ -283,12 +283,12 @@ class SchedulerConnector:
 
     @property
     def awaits_records(self) -> bool:
-        """Whether the engine can only wait for records on their way: workers copy no records, and no arrival
+        """Whether the engine can only wait for records on their way: workers copy no records, and no load
         has ended since the last :meth:`pump`."""
         return bool(self.loads) and not self._news and not self.worker_unfinished
 
     @property
-    def only_arrivals_matter(self) -> bool:
+    def only_loads_matter(self) -> bool:
         """Whether arriving records alone require the next step: no record is, or may be, on its way to other
         instances or tiers."""
         return not (self._pushes or self.config.store.tiers)
@@ -445,34 +445,34 @@ class SchedulerConnector:
             self.counters.store = append_stats(self.counters.store, report.store)
 
     def _arrived(self, serial: int, count: LoadCount) -> None:
-        """Count ranks that received or missed their parts of a record; the last rank decides its arrival."""
-        arrival = self.loads.reported(serial, count)
-        if arrival is None:
+        """Count ranks that received or missed their parts of a record; the last rank decides its load."""
+        load = self.loads.reported(serial, count)
+        if load is None:
             return
         self._news = True
         entry = self.directory.of_serial(serial)
         assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
-        if not arrival.found:
-            self.counters.segments_not_received += arrival.remote
-            self.retention.not_stored(arrival.key)
+        if not load.found:
+            self.counters.segments_not_received += load.remote
+            self.retention.not_stored(load.key)
             if serial in self._fetched:
                 self._fetched.ended(serial, None)
-            elif not self._fetched.start(entry, arrival.count.fallback_keys or ()):
+            elif not self._fetched.start(entry, load.count.fallback_keys or ()):
                 self.segment_requests.compute_later(entry)
             return
-        if arrival.sent:
+        if load.sent:
             self.counters.segments_received += 1
-            self.counters.segments_received_nixl += arrival.count.route == NIXL
+            self.counters.segments_received_nixl += load.count.route == NIXL
         else:
-            self.retention.stored([arrival.key])
-            self.delta_records.loaded(arrival.key)
+            self.retention.stored([load.key])
+            self.delta_records.loaded(load.key)
             self.counters.segments_loaded += 1
-        self.directory.shrink(serial, arrival.count.transition_blocks, self.geometry.transition_block_bytes)
+        self.directory.shrink(serial, load.count.transition_blocks, self.geometry.transition_block_bytes)
         if serial in self._fetched:
-            self._fetched.ended(serial, self.loads.source(arrival))
+            self._fetched.ended(serial, self.loads.source(load))
             return
         self.directory.commit(entry)
-        self.admission.came(entry, self.loads.source(arrival))
+        self.admission.came(entry, self.loads.source(load))
         for composed in self.admission.holders(entry):
             if entry.key in composed.undecided:
                 self.counters.segments_hit += 1

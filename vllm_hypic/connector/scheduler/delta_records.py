@@ -64,27 +64,27 @@ class DeltaRecords:
 
     def place(self, segment: CachedSegment, entry: Entry) -> RecordPlace:
         """Return the place and base with which the record is stored once it is complete."""
-        place, begins = self._view.place(entry, segment.role), entry.shared_prefix
+        place, shared = self._view.place(entry, segment.role), entry.shared_prefix
         self._rest_on.pop(entry.key, None)
         self._plan(entry.key, ())
-        if begins is None or not segment.is_prefix or not self._has_columns:
+        if shared is None or not segment.is_prefix or not self._has_columns:
             return place
-        known = {key: self._rest_on.get(key) for key in begins.keys}
+        known = {key: self._rest_on.get(key) for key in shared.keys}
         chains = [(key, *behind) for key, behind in known.items() if behind is not None]
         rests_on = min(chains, key=len, default=())
         # A fetch reads whole objects, and so also the states of all base records, which nothing uses.
-        saves = begins.columns > len(rests_on) * self._state_tokens
+        saves = shared.columns > len(rests_on) * self._state_tokens
         if not (0 < len(rests_on) <= MOST_BASES and saves) or entry.key in rests_on:
             return place
         self._plan(entry.key, rests_on)
-        flops = self._prefill_flops(segment.head + begins.columns)
-        return replace(place, base=StoredBase(rests_on, begins.columns, begins.columns, flops))
+        flops = self._prefill_flops(segment.head + shared.columns)
+        return replace(place, base=StoredBase(rests_on, shared.columns, shared.columns, flops))
 
     def completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
         """Note that the record is complete, with its last stretch computed behind ``base``: its checkpoints
         are to be stored after it."""
-        begins = entry.shared_prefix
-        serials = {begins.serial} if begins is not None else set()
+        shared = entry.shared_prefix
+        serials = {shared.serial} if shared is not None else set()
         if segment.is_prefix:
             serials |= {kept.serial for kept in self._kept(segment, entry)}
         elif base is not None:

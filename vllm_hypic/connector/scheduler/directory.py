@@ -294,13 +294,13 @@ class SegmentDirectory:
         self.release(() if base is None else [base])
 
     def _free_scratch_slot(self, entry: Entry) -> None:
-        if (spare := entry.scratch_slot) is None:
+        if (scratch := entry.scratch_slot) is None:
             return
         entry.scratch_slot = None
         if entry.held:
-            self._shares.lessen(entry, spare.space)
-        self.slots.leave(spare.slot)
-        self.free_transition_blocks += spare.transition_blocks
+            self._shares.lessen(entry, scratch.space)
+        self.slots.leave(scratch.slot)
+        self.free_transition_blocks += scratch.transition_blocks
 
     # -- room ----------------------------------------------------------------------------------
 

@@ -38,12 +38,12 @@ class FetchedCheckpoints:
         self,
         directory: SegmentDirectory,
         stretches: Stretches,
-        arrivals: PendingLoads,
+        loads: PendingLoads,
         admission: Admission,
         requests: SegmentRequests,
         view: WorkerView,
     ) -> None:
-        self._directory, self._stretches, self._arrivals = directory, stretches, arrivals
+        self._directory, self._stretches, self._loads = directory, stretches, loads
         self._admission, self._requests, self._view = admission, requests, view
         self._fetches: dict[int, _Fetch] = {}
         """Fetches by the serial numbers of their checkpoints."""
@@ -79,7 +79,7 @@ class FetchedCheckpoints:
         if stretch is None:
             return False
         place = self._view.place(stretch.target, segment.role, behind=entry.resume_from)
-        if not self._arrivals.start(place, stretch.target.space, None):
+        if not self._loads.start(place, stretch.target.space, None):
             self._give_up(stretch.target)
             return False
         self._fetches[stretch.target.serial] = _Fetch(entry, stretch)

@@ -39,7 +39,7 @@ class GrowingDirectory(SegmentDirectory):
         return self.evictions + int(self._reach * len(self))
 
     def reserve_open(self, record: Entry) -> Entry | None:
-        """Reserve and pin an unlisted record that shares the pages of ``record`` and will :meth:`grow`;
+        """Reserve and pin an unlisted record that shares the pages of ``record`` and will :meth:`extend`;
         return ``None`` without room.  Lookups do not find it."""
         victims = self._victims(self.slots.space, [record.key])
         if victims is None:

@@ -28,7 +28,7 @@ PATIENCE_S = 10.0
 
 
 @dataclass
-class Arrival:
+class PendingLoad:
     """A record on its way, and the ranks' reports about it."""
 
     key: SegmentKey
@@ -51,7 +51,7 @@ class Arrival:
 
     @property
     def found(self) -> bool:
-        """Whether every rank has its part of the record; valid once the arrival has ended."""
+        """Whether every rank has its part of the record; valid once the load has ended."""
         return not self.count.missed
 
 
@@ -76,7 +76,7 @@ class LoadBudget:
 
 
 class PendingLoads:
-    """Tracks arrivals, by the serial numbers of the entries that wait for them.
+    """Tracks loads, by the serial numbers of the entries that wait for them.
 
     ``tiers``: the tiers to ask; ``ranks``: number of workers, each with a part of every record;
     ``share``: the part of the pool for awaited records of several requests.
@@ -85,17 +85,17 @@ class PendingLoads:
     def __init__(self, orders: OrderQueue, *, tiers: Iterable[TierConfig], ranks: int, share: Space) -> None:
         self._orders, self._ranks, self._share = orders, ranks, share
         self._sources = {tier.name: _TIERS.get(tier.type, ELSEWHERE) for tier in tiers}
-        self._arrivals: dict[int, Arrival] = {}
+        self._loads: dict[int, PendingLoad] = {}
         self._keys: set[SegmentKey] = set()
-        """Keys of all arrivals, each of which has a different one."""
+        """Keys of all loads, each of a different record."""
 
     def __len__(self) -> int:
         """Return the number of records on their way."""
-        return len(self._arrivals)
+        return len(self._loads)
 
     def budget(self) -> LoadBudget:
         """Return the budget for records that the next request may await."""
-        return LoadBudget(self._share, sum((a.space for a in self._arrivals.values() if a.remote), Space()))
+        return LoadBudget(self._share, sum((a.space for a in self._loads.values() if a.remote), Space()))
 
     def start(
         self,
@@ -114,12 +114,12 @@ class PendingLoads:
             return False
         if remote_s is not None:
             now = time.monotonic()
-            self._arrivals[place.serial] = Arrival(
+            self._loads[place.serial] = PendingLoad(
                 place.key, remote=True, space=space, asked=now, until=now + remote_s
             )
             self._orders.submit(AwaitRecord(place))
         elif self._sources:
-            self._arrivals[place.serial] = Arrival(place.key, remote=False)
+            self._loads[place.serial] = PendingLoad(place.key, remote=False)
             self._orders.submit(FetchRecord(place, fallback_keys))
         else:
             return False
@@ -128,22 +128,22 @@ class PendingLoads:
 
     def awaited(self) -> set[SegmentKey]:
         """Return the keys of the records that other instances are to send."""
-        return {arrival.key for arrival in self._arrivals.values() if arrival.remote}
+        return {load.key for load in self._loads.values() if load.remote}
 
     def at_store(self, serial: int) -> None:
         """Note that an awaited record is in a shared tier, from which the store fetches it."""
-        self._arrivals[serial].at_store = True
+        self._loads[serial].at_store = True
 
-    def source(self, arrival: Arrival) -> str:
+    def source(self, load: PendingLoad) -> str:
         """Return the source of an arrived record.  The queue before the tiers counts as memory, too."""
-        return INSTANCE if arrival.sent else self._sources.get(arrival.count.route, _TIERS["memory"])
+        return INSTANCE if load.sent else self._sources.get(load.count.route, _TIERS["memory"])
 
     def give_up_late(self) -> None:
-        """Stop awaiting records past their deadlines; the workers report these like any arrival."""
+        """Stop awaiting records past their deadlines; the workers report these like any load."""
         now = time.monotonic()
-        for serial, arrival in self._arrivals.items():
-            if now >= arrival.until:
-                arrival.until = math.inf
+        for serial, load in self._loads.items():
+            if now >= load.until:
+                load.until = math.inf
                 self._orders.submit(StopAwaiting(serial))
 
     def give_up_unoffered(self) -> None:
@@ -152,24 +152,24 @@ class PendingLoads:
         The engine computes these records in their places, so that the requests that hold the room continue.
         """
         now = time.monotonic()
-        for serial, arrival in self._arrivals.items():
-            if arrival.sent and now >= arrival.asked + PATIENCE_S:
-                arrival.asked = now
+        for serial, load in self._loads.items():
+            if load.sent and now >= load.asked + PATIENCE_S:
+                load.asked = now
                 self._orders.submit(StopAwaiting(serial, unless_offered=True))
 
     def give_up_unwanted(self, wanted: Set[int]) -> None:
         """Let the next :meth:`give_up_late` stop awaiting all serials but ``wanted``, to free room."""
-        for serial, arrival in self._arrivals.items():
-            if arrival.remote and serial not in wanted:
-                arrival.until = min(arrival.until, 0.0)
+        for serial, load in self._loads.items():
+            if load.remote and serial not in wanted:
+                load.until = min(load.until, 0.0)
 
-    def reported(self, serial: int, count: LoadCount) -> Arrival | None:
-        """Count the ranks' reports; return the arrival after the last rank's report, else ``None``."""
-        arrival = self._arrivals[serial]
-        arrival.count += count
-        if arrival.count.taken + arrival.count.missed < self._ranks:
-            if arrival.count.missed and arrival.remote:
-                arrival.until = min(arrival.until, 0.0)  # a record with a missing part is of no use
+    def reported(self, serial: int, count: LoadCount) -> PendingLoad | None:
+        """Count the ranks' reports; return the load after the last rank's report, else ``None``."""
+        load = self._loads[serial]
+        load.count += count
+        if load.count.taken + load.count.missed < self._ranks:
+            if load.count.missed and load.remote:
+                load.until = min(load.until, 0.0)  # a record with a missing part is of no use
             return None
-        self._keys.discard(arrival.key)
-        return self._arrivals.pop(serial)
+        self._keys.discard(load.key)
+        return self._loads.pop(serial)

@@ -20,10 +20,10 @@ class RequestViews:
         admission: Admission,
         segment_requests: SegmentRequests,
         view: WorkerView,
-        shared: DeltaRecords | None,
+        delta_records: DeltaRecords | None,
     ) -> None:
         self._admission, self._segment_requests = admission, segment_requests
-        self._view, self._shared = view, shared
+        self._view, self._delta_records = view, delta_records
 
     def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
         """Return the stream plan of a composed request, or of a segment request that reads records, about to
@@ -51,4 +51,8 @@ class RequestViews:
 
     def _stored(self, segment: CachedSegment, entry: Entry) -> RecordPlace | None:
         """Return how a record goes to the store once it is complete; ``None``: the record is not stored."""
-        return None if self._shared is None or entry.forgotten else self._shared.place(segment, entry)
+        return (
+            None
+            if self._delta_records is None or entry.forgotten
+            else self._delta_records.place(segment, entry)
+        )

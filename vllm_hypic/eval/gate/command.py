@@ -39,7 +39,7 @@ from .choice import candidates
 from .criteria import Limits, judge
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
-from .measure import GateMeasurement, MeasuredEngines, MeasureError, measure
+from .measure import GateEngines, GateMeasurement, MeasureError, measure
 from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .verdict import Verdict
@@ -259,7 +259,7 @@ def gate(
         timeout_s=timeout_s,
     )
     context_tokens = needed_context(path, () if own is None else own.tasks, least=CONTEXT)
-    engines = MeasuredEngines(
+    engines = GateEngines(
         settings, context_tokens, {"dtype": dtype, "max_model_len": context_tokens, **engine_args}
     )
     tasks = _Tasks(find_generator(path, trust=trust_generator), prompts, seed, own)
@@ -366,7 +366,7 @@ def _check_writable(folder: Path, model: Path) -> None:
 
 
 def _measure(
-    engines: MeasuredEngines,
+    engines: GateEngines,
     methods: tuple[Method, ...],
     tasks: _Tasks,
     chat: bool | None,
@@ -381,7 +381,7 @@ def _measure(
 
 
 def _evidence(
-    measured: GateMeasurement, method: Method, tasks: _Tasks, engines: MeasuredEngines, template: ChatTemplate
+    measured: GateMeasurement, method: Method, tasks: _Tasks, engines: GateEngines, template: ChatTemplate
 ) -> dict[str, Any]:
     sets = [
         {"name": s.name, "metric": s.metric.value if s.metric else "NLL", "prompts": len(s.tasks)}

@@ -33,7 +33,7 @@ class MeasureError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class MeasuredEngines:
+class GateEngines:
     """Settings of the engines that measure a model."""
 
     settings: EngineSettings
@@ -64,7 +64,7 @@ class GateMeasurement:
 
 
 def measure(
-    engines: MeasuredEngines,
+    engines: GateEngines,
     methods: Sequence[Method],
     make: Callable[[bool], Sequence[TaskSet]],
     *,
