@@ -1,4 +1,7 @@
-"""Who may import whom: the table in CONTRIBUTING.md ("Layers"), read against every import of the code."""
+"""Who may import whom: the table in CONTRIBUTING.md ("Layers"), read against every import of the code.
+
+The engine and vLLM's connector call the scheduler half by its facade alone.
+"""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -114,6 +117,45 @@ def test_a_planted_cycle_is_found(source: str) -> None:
 class Module:
     source: str
     is_package: bool
+
+
+FACADE = f"{PACKAGE}.connector.scheduler.connector"
+DATA = {"config", "geometry", "namespace", "ids"}
+"""Attributes of the scheduler half that are values, not collaborators."""
+OWNERS = {"hypic", "side", "_side", "scheduler"}
+"""Names under which the engine and vLLM's connector hold the scheduler half."""
+
+
+def test_the_engine_calls_the_scheduler_half_by_its_facade() -> None:
+    assert not list(behind_the_facade(modules()))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.planted", "def f(self):\n    self.hypic.directory.watch()"),
+        ("engine.planted", "def f(side):\n    return side.planner.limits"),
+        ("connector.connector", "def f(self):\n    self.scheduler.generated.expect('r', 1)"),
+    ],
+)
+def test_a_planted_call_behind_the_facade_is_found(module: str, source: str) -> None:
+    name = f"{PACKAGE}.{module}"
+    planted = {name: Module(source, is_package=False), FACADE: modules()[FACADE]}
+    assert len(list(behind_the_facade(planted))) == 1
+
+
+def behind_the_facade(code: Mapping[str, Module]) -> Iterator[str]:
+    """Places where the engine or vLLM's connector uses an attribute of one of the facade's collaborators."""
+    stores = (n for n in ast.walk(ast.parse(code[FACADE].source)) if isinstance(n, ast.Attribute))
+    parts = {n.attr for n in stores if isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"} - DATA
+    assert {"directory", "planner", "generated"} <= parts
+    for name, module in code.items():
+        if within(name_of(name), "engine") or name_of(name) == "connector.connector":
+            for node in ast.walk(ast.parse(module.source)):
+                if isinstance(node, ast.Attribute) and isinstance(part := node.value, ast.Attribute):
+                    owner = ast.unparse(part.value).rpartition(".")[2]
+                    if owner in OWNERS and part.attr in parts:
+                        yield f"{name}:{node.lineno} uses {ast.unparse(node)}"
 
 
 def modules() -> dict[str, Module]:

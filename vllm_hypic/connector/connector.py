@@ -68,18 +68,12 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self.scheduler is not None
         metadata = HypicMetadata(finished=set(scheduler_output.finished_req_ids))
-        metadata.grown = self.scheduler.generated.scheduled(
-            passes(scheduler_output), scheduler_output.scheduled_spec_decode_tokens
-        )
-        self.scheduler.instruct(metadata)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.scheduler.instruct(metadata, passes(scheduler_output), drafts)
         for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
             asked = sampling is not None and self._reads_prompt(sampling)
-            stream = self.scheduler.views.stream_plan(new.req_id, with_prompt=asked or self._looks_drafts_up)
-            if stream is not None:
-                metadata.streams[new.req_id] = stream
-            if captures := self.scheduler.views.captures(new.req_id):
-                metadata.captures[new.req_id] = captures
+            self.scheduler.introduce(metadata, new.req_id, with_prompt=asked or self._looks_drafts_up)
         return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -110,10 +104,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         return HypicStats.of(counters)
 
     def has_pending_push_work(self) -> bool:
-        side = self.scheduler
-        return side is not None and (
-            side.retention.has_orders or side.delta_records.waits or side.worker_unfinished
-        )
+        return self.scheduler is not None and self.scheduler.needs_step
 
     def reset_cache(self) -> bool | None:
         assert self.scheduler is not None

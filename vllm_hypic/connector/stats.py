@@ -54,6 +54,12 @@ class HypicCounters:
     by_mode: dict[str, dict[str, int]] = field(default_factory=dict)
     """Counts since the last report, by the way in which segments were found."""
 
+    def take(self) -> HypicCounters:
+        """Return the counts since the last report, and begin to count anew."""
+        taken = dataclasses.replace(self)
+        vars(self).update(vars(HypicCounters()))
+        return taken
+
     def levels(self) -> HypicCounters:
         """Return the present levels alone: the next report if nothing happens."""
         return HypicCounters(**{name: getattr(self, name) for name in GAUGES})

@@ -29,7 +29,7 @@ def explanation(
     ``mode``, ``pieces``: how the segments of ``plan`` were found, and counts of what became of the pieces.
     ``prefix_cached``: tokens of the stream in vLLM's prefix cache.  ``uncut``: why no mode cuts this prompt.
     """
-    config, ids = side.config, side.planner.ids
+    config, ids = side.config, side.ids
     own = [i for i, token in enumerate(request.token_ids) if ids.marker(token) is None]
     segments = () if plan is None else plan.segments
     parts = list(_whole(request.token_ids, [_part(s, at, own, side) for s, at in _placed(segments)], ids))
@@ -97,7 +97,7 @@ def _part(segment: CachedSegment, at: int, own: list[int], side: SchedulerConnec
 
 def _place(key: SegmentKey, side: SchedulerConnector) -> RecordPlace:
     """Return the place of the record that users know by the key ``key``."""
-    state = side.retention.record_state(key)
+    state = side.record_state(key)
     if state.resident or state.pending:
         return "resident" if state.resident else "pending"
     if state.stored:

@@ -7,7 +7,7 @@ or the asynchronous variant, by the engine's configuration.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -109,7 +109,7 @@ class _HypicMixin(Scheduler):
             name_weights=self.hypic.name_weights,
         )
         self._commands.start()
-        self._prompt_logprobs = PromptLogprobs(self.hypic.planner.ids)
+        self._prompt_logprobs = PromptLogprobs(self.hypic.ids)
         self._counts = PromptCounts(self.hypic, alone=not self._has_others)
         self._idle_wait = IdleWait()
         self._ran = True
@@ -158,12 +158,10 @@ class _HypicMixin(Scheduler):
             return
         mode, counts = _take_found(request)
         if counts:
-            self.hypic.counters.count(mode, **counts)
-        planner, wanted = self.hypic.planner, self._plan_request(request)
+            self.hypic.count_found(mode, counts)
+        wanted = self._plan_request(request, lambda: self._may_record_prefix(request))
         try:
-            plan, transfer = planner.plan(wanted), planner.transfer(wanted)
-            if plan is None and self._may_record_prefix(request):
-                plan, mode = planner.plan_prefix(wanted), "prefix"
+            plan, transfer = self.hypic.plan(wanted), self.hypic.transfer(wanted)
             if transfer.push_to is not None and (plan is None or not plan.warm_only):
                 raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
         except (LinkError, PromptError) as e:
@@ -175,7 +173,7 @@ class _HypicMixin(Scheduler):
             return
         if isinstance(command, Compile):
             # The command's prompt is a warm-up prompt of one segment; the segment gets its id at the end.
-            pieces = split_ids(wanted.token_ids, planner.ids)
+            pieces = split_ids(wanted.token_ids, self.hypic.ids)
             [tokens] = (piece for piece in pieces if not isinstance(piece, Marker))
             # The id outlives this generation of records, so the registry gets the renamed key.
             key = self.hypic.namespace.renamed(plan.segments[0].key) if plan and plan.segments else None
@@ -184,16 +182,17 @@ class _HypicMixin(Scheduler):
             self._look_for_reasoning(request)
             self._counts.expect(request.request_id, len(wanted.token_ids))
             self._prompt_logprobs.expect(request, wanted.token_ids, plan)
-            self._adopt(request, plan, transfer, mode)
+            is_prefix = bool(plan.segments) and plan.segments[0].is_prefix
+            self._adopt(request, plan, transfer, "prefix" if is_prefix else mode)
 
     def _may_record_prefix(self, request: Request) -> bool:
         """Return whether the prefix of a prompt without segments may become a record."""
         if self.hypic.config.prefix == "stock":
             return False
         is_text = request.sampling_params is not None and not request.resumable
-        return is_text and reason_not_to_cut(request, self.hypic.planner.ids) is None
+        return is_text and reason_not_to_cut(request, self.hypic.ids) is None
 
-    def _plan_request(self, request: Request) -> PlanRequest:
+    def _plan_request(self, request: Request, may_record_prefix: Callable[[], bool] = bool) -> PlanRequest:
         params, lora = request.sampling_params, request.lora_request
         ids = request.prompt_token_ids or []
         return PlanRequest(
@@ -202,6 +201,7 @@ class _HypicMixin(Scheduler):
             salt=request.cache_salt,
             lora=None if lora is None else self.adapters.name(lora),
             media=lambda: self._media.of(request.mm_features, ids),
+            may_record_prefix=may_record_prefix,
         )
 
     def _look_for_reasoning(self, request: Request) -> None:
@@ -216,12 +216,12 @@ class _HypicMixin(Scheduler):
     def _explain(self, request: Request) -> None:
         """Submit the explanation of the request as its answer, and end the request unrun.
         The look-up of records moves, loads and keeps no record."""
-        self.hypic.retention.drop_expired()  # the next pump() would drop the same records
+        self.hypic.drop_expired()  # the next pass would drop the same records
         found, wanted = _take_found(request), self._plan_request(request)
-        uncut = reason_not_to_cut(request, self.hypic.planner.ids)
+        uncut = reason_not_to_cut(request, self.hypic.ids)
         answer: Explanation | Failure
         try:
-            if (plan := self.hypic.planner.plan(wanted)) is not None:
+            if (plan := self.hypic.plan(wanted)) is not None:
                 self._set_stream(request, plan)
             self._keep_apart(request)
             prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
@@ -250,9 +250,8 @@ class _HypicMixin(Scheduler):
                 tenant=tenant,
                 mode=mode,
                 priority=request.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
+                max_tokens=request.max_tokens,
             )
-        if mode == "prefix":
-            self.hypic.generated.expect(request.request_id, request.max_tokens)
 
     def _set_stream(self, request: Request, plan: PromptPlan) -> None:
         """Make the plan's stream the request's tokens."""
@@ -308,11 +307,12 @@ class _HypicMixin(Scheduler):
         else:
             self._idle_wait.wait(until_woken=self.hypic.only_loads_matter and not self._has_others)
         self._end_unwanted()
-        for segment in self.hypic.pump():
+        start = self.hypic.begin_pass()
+        for segment in start.segment_requests:
             super().add_request(self._segment_request(segment))
-        for request_id, plan in self.hypic.prefixes.take_begun().items():
+        for request_id, plan in start.restarted.items():
             _replace_tokens(self.requests[request_id], list(plan.stream), self._unshared_salt(request_id))
-        self._raise(self.hypic.admission.take_raised())
+        self._raise(start.raised)
         output = super().schedule(*args, **kwargs)
         self._counts.scheduled(output, self.requests, self.kv_cache_manager.prefix_cache_lookup_enabled)
         self._instance.publish(self._unprefilled_tokens())
@@ -352,7 +352,7 @@ class _HypicMixin(Scheduler):
         self._events.hide(request)
         return request
 
-    def _raise(self, priorities: dict[str, int]) -> None:
+    def _raise(self, priorities: Mapping[str, int]) -> None:
         """Set higher priorities (by request id), also in the queues where the requests wait."""
         raised = {request for r in priorities if (request := self.requests.get(r)) is not None}
         if not raised:
@@ -396,9 +396,8 @@ class _HypicMixin(Scheduler):
         if (plan := self.hypic.plan_of(request.request_id)) is not None:
             most = self.max_model_len - 1 - (plan.n_logical - len(plan.stream))
             end = min(end, max(request.num_tokens, most))
-        if begin >= request.num_prompt_tokens:
-            end = self.hypic.generated.pass_end(request.request_id, begin, end)
-        return max(0, self.hypic.pass_end(request.request_id, end) - begin)
+        generates = begin >= request.num_prompt_tokens
+        return max(0, self.hypic.limit_pass(request.request_id, begin, end, generates=generates) - begin)
 
     def _free_request_blocks(self, request: Request) -> None:
         """Free the blocks; those of captured requests also leave the prefix cache.
@@ -419,9 +418,7 @@ class _HypicMixin(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         # With several batches in flight, a step may schedule nothing while an earlier step still runs.
         self._ran |= bool(scheduler_output.total_num_scheduled_tokens)
-        if self.hypic.config.prefix != "stock":
-            for request_id, _, end in passes(scheduler_output):
-                self.hypic.prefixes.passed(request_id, end)
+        self.hypic.end_pass(passes(scheduler_output))
         # Stock code forgets the requests that end in this step before it returns their outputs.
         internal = {r for r in scheduler_output.num_scheduled_tokens if self.hypic.is_internal(r)}
         prompts = model_runner_output.prompt_logprobs_dict

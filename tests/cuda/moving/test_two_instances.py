@@ -82,7 +82,7 @@ class Instance:
         return [s.key for s in plan.segments]
 
     def step(self) -> None:
-        started = self.side.pump()
+        started = self.side.begin_pass().segment_requests
         metadata = HypicMetadata()
         self.side.instruct(metadata)
         rows = []

@@ -197,7 +197,7 @@ class World:
     # -- what the engine does
 
     def step(self) -> None:
-        jobs = self.side.pump()
+        jobs = self.side.begin_pass().segment_requests
         metadata = HypicMetadata()
         self.side.instruct(metadata)
         for order in metadata.orders:

@@ -257,13 +257,13 @@ class Engine:
             for name in unwanted:
                 self.queued.remove(name)
                 self.finish(name, completed=False)
-        jobs = self.side.pump()
-        self.turns.pumped(jobs)
-        for job in jobs:
+        start = self.side.begin_pass()
+        self.turns.begun(start)
+        for job in start.segment_requests:
             assert job.for_request in {*self.waiting, *self.running, *self.queued, *self.capturing}
             self.queued.append(job.request_id)
             self._check_base(job.request_id)
-        for name, plan in self.side.prefixes.take_begun().items():
+        for name, plan in start.restarted.items():
             assert name in self.waiting and plan is self.side.plan_of(name)
         metadata = HypicMetadata()
         self.side.instruct(metadata)
@@ -397,7 +397,7 @@ class Engine:
         for incomplete in side.segment_requests._incomplete:
             done = incomplete.done
             held += [done.target] if done is not None and done.target is not incomplete.entry else []
-        held += side._fetched.pinned()
+        held += side.missing.pinned()
         for composed in side.admission.requests.values():
             if (own := composed.own) is not None:
                 held += [s.target for s in own.ahead if s.target is not own.entry]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_hypic.connector.build import warn_of_little_room
-from vllm_hypic.connector.scheduler.connector import SchedulerConnector
+from vllm_hypic.connector.scheduler.connector import PassStart, SchedulerConnector
 from vllm_hypic.connector.scheduler.queue import PendingQueue
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.errors import ConfigError
@@ -107,10 +107,10 @@ def test_what_a_tenant_shares_with_itself_counts_once_and_what_nobody_uses_does_
 def test_what_is_computed_for_a_client_that_left_counts_until_it_is_done() -> None:
     on = small(4, max_tenant_fraction=0.5)
     admit(on, "left", 0, 1)
-    jobs = on.pump()
+    jobs = on.begin_pass().segment_requests
     on.finished("left", completed=False)
     admit(on, "next", 2)
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     end(on, *jobs)
     assert pump(on) == ["next"]
 
@@ -185,17 +185,22 @@ def test_a_turn_looks_at_tenants_not_at_all_who_wait() -> None:
 # -- who must hurry ----------------------------------------------------------------------------------
 
 
+def started(**raised: int) -> PassStart:
+    """The start of a pass without new requests."""
+    return PassStart([], {}, raised)
+
+
 def test_a_segment_request_is_as_urgent_as_the_most_urgent_request_that_waits_for_it() -> None:
     on = small(4)
     admit(on, "first", 0, 1, priority=5)
-    shared, other = on.pump()
+    shared, other = on.begin_pass().segment_requests
     assert shared.priority == other.priority == 5
     admit(on, "urgent", 0, priority=1)
-    assert on.pump() == [] and on.admission.take_raised() == {shared.request_id: 1}
+    assert on.begin_pass() == started(**{shared.request_id: 1})
     admit(on, "between", 0, 1, priority=3)
-    assert on.pump() == [] and on.admission.take_raised() == {other.request_id: 3}
+    assert on.begin_pass() == started(**{other.request_id: 3})
     on.finished(shared.request_id, completed=False)
-    (again,) = on.pump()
+    (again,) = on.begin_pass().segment_requests
     assert again.priority == 1, "what died is begun again as urgently"
 
 
@@ -204,17 +209,18 @@ def test_who_holds_room_is_as_urgent_as_the_request_that_waits_for_it() -> None:
     admit(on, "runs", 0, priority=5)
     assert pump(on) == ["runs"]
     admit(on, "other", 1, tenant="b", priority=7)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     admit(on, "urgent", 2, priority=1)
-    assert on.pump() == [] and on.admission.take_raised() == {"runs": 1}, "it waits for its own tenant alone"
+    assert on.begin_pass() == started(runs=1), "it waits for its own tenant alone"
     admit(on, "more urgent", 3, tenant="c")
-    assert on.pump() == []
-    assert on.admission.take_raised() == {"runs": 0, "other": 0, job.request_id: 0}, "for whoever ends first"
-    assert on.pump() == [] and on.admission.take_raised() == {}
+    raised = started(**{"runs": 0, "other": 0, job.request_id: 0})
+    assert on.begin_pass() == raised, "for whoever ends first"
+    assert on.begin_pass() == started()
 
 
 def test_without_priorities_nobody_is_raised() -> None:
     on = small(2, max_tenant_fraction=0.5)
     for i, tenant in enumerate("aabbc"):
         admit(on, f"{i}", i, tenant=tenant)
-    assert {job.priority for job in on.pump()} == {0} and on.admission.take_raised() == {}
+    start = on.begin_pass()
+    assert {job.priority for job in start.segment_requests} == {0} and start.raised == {}

@@ -57,7 +57,7 @@ class Side:
     def begin(self, name: str, tokens: Sequence[int], tenant: str = "") -> int:
         """Prefill the prompt; how many of its tokens are computed."""
         self.side.admit(name, self.plan(tokens), tenant=tenant)
-        self.side.pump()
+        self.side.begin_pass()
         assert self.side.ready(name)
         return self.prefill(name)
 
@@ -129,8 +129,8 @@ def test_a_prompt_that_waits_is_given_the_room() -> None:
     small.decode("a", computed, 2 * PAGE)
     assert small.side.directory.free.pages == 1
     small.side.admit("b", small.plan(range(4000, 4000 + 4 * PAGE + 1)))
-    small.side.pump()
-    small.side.pump()
+    small.side.begin_pass()
+    small.side.begin_pass()
     assert small.side.ready("b")
     assert small.run("a", computed + 2 * PAGE, computed + 2 * PAGE + 1) == (), "the worker is told"
     small.end("a", (*PROMPT, *ANSWER[: 2 * PAGE]))
@@ -239,7 +239,7 @@ def test_who_waits_in_its_share_is_given_what_grows_of_it_alone() -> None:
     side.side.admit("later", side.plan(range(7000, 7000 + 4 * PAGE)), tenant="a")
     for _ in range(2):
         assert not side.side.ready("later"), "its tenant has two states, and may have no more"
-        side.side.pump()
+        side.side.begin_pass()
     assert side.side.ready("later")
     answers = {name: side.side.generated._answers[name] for name in "ab"}
     assert answers["a"] is None and answers["b"] is not None
@@ -259,7 +259,7 @@ def test_many_at_once_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
         running: dict[str, int] = {}
         given_up, steps = 0, 0
         while waiting or running:
-            side.side.pump()
+            side.side.begin_pass()
             for name in [name for name in waiting if side.side.ready(name)]:
                 waiting.remove(name)
                 running[name] = side.prefill(name)

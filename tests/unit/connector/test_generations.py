@@ -25,10 +25,10 @@ def running(on: SchedulerConnector, name: str, *documents: int) -> list[SegmentK
 
 def computed(on: SchedulerConnector) -> list[bool]:
     """Have all segment requests run; of each whether its record goes to the store."""
-    jobs = on.pump()
+    jobs = on.begin_pass().segment_requests
     say(on, missed=tuple(p.serial for p in fetched(step(on))))
     stored = []
-    for job in jobs + on.pump():
+    for job in jobs + on.begin_pass().segment_requests:
         [plan] = on.views.captures(job.request_id)
         stored.append(plan.stored is not None)
         end(on, job)
@@ -80,7 +80,7 @@ def test_what_is_being_computed_serves_only_who_waited_for_it() -> None:
     on = side()
     (old,) = admit(on, "old", 0)
     say(on, missed=tuple(p.serial for p in fetched(next_step(on))))
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     on.reset("2")
     [plan] = on.views.captures(job.request_id)
     assert plan.stored is None, "it may be of both weights: no tier gets it"
@@ -97,7 +97,7 @@ def test_a_request_that_waited_for_room_leaves_nothing_of_its_generation() -> No
     on = side(segments=2)
     running(on, "first", 0, 1)
     old = admit(on, "old", 2)
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     on.reset("2")
     end(on, "first")
     assert computed(on) == [False], "it would be there after a restart, under the name of the first weights"
@@ -126,7 +126,7 @@ def test_pins_and_expiries_hold_in_every_generation() -> None:
         assert on.retention.record_state(first).resident and on.retention.record_state(second).resident
         end(on, "r")
     on.retention.expire_record(second, time.time() - 1)
-    on.pump()
+    on.begin_pass()
     assert not on.retention.record_state(second).resident
     on.retention.unpin_record(first)
     assert on.directory.kept == frozenset()
@@ -136,7 +136,7 @@ def test_a_delivery_that_was_not_begun_fails() -> None:
     """Its record may be of the new weights, and would arrive under the name of the old ones."""
     on = parallel_side()
     admit(on, "old", 0, query=False, hypic_push_to=ELSEWHERE)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     on.reset("2")
     end(on, job)
     assert on.over("old")
@@ -145,7 +145,7 @@ def test_a_delivery_that_was_not_begun_fails() -> None:
     assert pushes(step(on)) == []
     end(on, "old")
     admit(on, "new", 0, query=False, hypic_push_to=ELSEWHERE)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     end(on, job)
     assert not on.over("new") and len(pushes(step(on))) == 1, "segment parallelism goes on"
 

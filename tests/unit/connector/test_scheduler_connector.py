@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_hypic.connector.scheduler.connector import SchedulerConnector
+from vllm_hypic.connector.scheduler.connector import PassStart, SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
@@ -38,7 +38,7 @@ def pumped(
     on: SchedulerConnector, tokens: list[int], **extra: Any
 ) -> list[tuple[SegmentRequest, CapturePlan]]:
     admit(on, tokens, **extra)
-    jobs = on.pump()
+    jobs = on.begin_pass().segment_requests
     return [(job, plan) for job in jobs for plan in on.views.captures(job.request_id)]
 
 
@@ -138,7 +138,7 @@ def test_all_segments_of_a_prompt_are_asked_for_at_once() -> None:
         assert not on.ready("r")
     on.finished(jobs[-1][0].request_id, completed=True)
     assert on.ready("r"), "with the last segment's end the request may run"
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
 
 
 def test_counters() -> None:
@@ -148,7 +148,7 @@ def test_counters() -> None:
     ((job, _),) = pumped(on, tokens)
     end(on, job)
     admit(on, tokens, "warm")
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     counters = on.take_counters()
     assert (counters.segments_queried, counters.segments_hit, counters.segments_computed) == (2, 1, 1)
     assert counters.tokens_reused == 34 and counters.seam_tokens == 12
@@ -173,7 +173,7 @@ def with_text(**options: Any) -> SchedulerConnector:
 
 def started(on: SchedulerConnector, name: str = "r", tokens: list[int] = PROMPT) -> list[SegmentRequest]:
     admit(on, tokens, name)
-    return on.pump()
+    return on.begin_pass().segment_requests
 
 
 def by_tokens(requests: list[SegmentRequest]) -> dict[int, SegmentRequest]:
@@ -246,7 +246,7 @@ def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:
     key, segment = context_key(on), found[DOCUMENT[0]].request_id
     on.finished("r", completed=False)
     on.finished(found[TEXT[0]].request_id, completed=False)
-    [again] = on.pump()
+    [again] = on.begin_pass().segment_requests
     assert again.token_ids == list(TEXT) and again.for_request == segment
     assert not on.ready(segment)
     end(on, again)
@@ -258,7 +258,7 @@ def test_a_segment_that_fails_is_computed_again_behind_its_context() -> None:
     found = by_tokens(started(on))
     end(on, found[TEXT[0]])
     on.finished(found[DOCUMENT[0]].request_id, completed=False)
-    [again] = on.pump()
+    [again] = on.begin_pass().segment_requests
     assert again.token_ids == DOCUMENT[:-3] and again.waits and on.ready(again.request_id)
     end(on, again, found[LEAD[0]])
     assert on.ready("r")
@@ -277,7 +277,7 @@ def test_a_context_that_is_deleted_serves_those_who_hold_it() -> None:
     end(on, found[TEXT[0]])
     assert on.ready(found[DOCUMENT[0]].request_id) and on.directory.lookup(key) is Lookup.PENDING
     on.finished(found[DOCUMENT[0]].request_id, completed=False)
-    [again] = on.pump()
+    [again] = on.begin_pass().segment_requests
     assert again.for_request == "r" and on.ready(again.request_id)
     end(on, again, found[LEAD[0]])
     assert on.ready("r") and not on.ready("later")
@@ -294,16 +294,17 @@ def test_a_context_hurries_for_who_waits_for_a_segment_that_the_store_did_not_ha
     plan = on.planner.plan(PlanRequest(PROMPT, None, None, None))
     assert plan is not None
     on.admit("patient", plan, priority=5)
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     context, lead, segment = (place.serial for place in fetched(step(on)))
     say(on, taken=(lead,), missed=(context,))
-    (first,) = on.pump()
+    (first,) = on.begin_pass().segment_requests
     on.retention.drop_record(plan.contexts[0].key)
     on.admit("urgent", plan, priority=1)
-    assert on.pump() == [] and on.admission.take_raised() == {}
+    assert on.begin_pass() == PassStart([], {}, {})
     say(on, missed=(segment,))
-    (behind,) = on.pump()
-    assert (first.priority, behind.priority) == (5, 1) and on.admission.take_raised() == {first.request_id: 1}
+    start = on.begin_pass()
+    (behind,) = start.segment_requests
+    assert (first.priority, behind.priority) == (5, 1) and start.raised == {first.request_id: 1}
 
 
 OTHER = list(range(200, 240))
@@ -315,7 +316,7 @@ def prompt_of(*documents: list[int], lead: list[int] | None = None) -> list[int]
 
 def computing(on: SchedulerConnector) -> dict[int, str]:
     """Segment requests by the first token that they compute."""
-    return {job.token_ids[0]: job.request_id for job in on.pump()}
+    return {job.token_ids[0]: job.request_id for job in on.begin_pass().segment_requests}
 
 
 def leave(on: SchedulerConnector, *names: str) -> None:
@@ -336,7 +337,7 @@ def test_what_nobody_else_wants_is_unwanted_once() -> None:
     leave(on, jobs[OTHER[0]], "two")
     assert on.take_unwanted() == [jobs[DOCUMENT[0]]]
     leave(on, jobs[DOCUMENT[0]])
-    assert len(on.directory) == 0 and on.pump() == []
+    assert len(on.directory) == 0 and on.begin_pass().segment_requests == []
 
 
 def test_a_request_that_has_no_room_yet_waits_for_it_too() -> None:
@@ -346,7 +347,8 @@ def test_a_request_that_has_no_room_yet_waits_for_it_too() -> None:
     admit(on, prompt_of(*many, DOCUMENT), "one")
     jobs = computing(on)
     admit(on, prompt_of(DOCUMENT, OTHER), "two")
-    assert len(jobs) == 8 and on.pump() == [], "there is no room for the second's other record"
+    assert len(jobs) == 8
+    assert on.begin_pass().segment_requests == [], "there is no room for the second's other record"
     leave(on, "one")
     unwanted = on.take_unwanted()
     assert sorted(unwanted) == sorted(j for token, j in jobs.items() if token != DOCUMENT[0])
@@ -374,4 +376,4 @@ def test_what_is_there_or_was_never_computed_is_nobodys() -> None:
     on.finished(job, completed=True)
     admit(on, prompt_of(OTHER), "two")  # pinned by no step yet
     leave(on, "one", "two")
-    assert on.take_unwanted() == [] and on.pump() == []
+    assert on.take_unwanted() == [] and on.begin_pass().segment_requests == []

@@ -108,7 +108,7 @@ def step(on: SchedulerConnector) -> list[Order]:
 
 def next_step(on: SchedulerConnector) -> list[Order]:
     """Orders of a step; segment requests that begin in it are left alone."""
-    on.pump()
+    on.begin_pass()
     return step(on)
 
 
@@ -148,7 +148,7 @@ def counted(on: SchedulerConnector, *names: str) -> list[int]:
 
 def compute(on: SchedulerConnector) -> list[list[int]]:
     """Compute all that is to be computed; the tokens of each segment request."""
-    jobs = on.pump()
+    jobs = on.begin_pass().segment_requests
     end(on, *jobs)
     return [job.token_ids for job in jobs]
 
@@ -156,14 +156,14 @@ def compute(on: SchedulerConnector) -> list[list[int]]:
 def test_missing_records_are_fetched_before_anything_is_computed() -> None:
     on = side()
     first, second = admit(on, "r", 0, 1)
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     places = fetched(step(on))
     assert [p.key for p in places] == [first, second] and fetched(step(on)) == []
     assert not on.ready("r")
     say(on, taken=(places[0].serial,))
     assert not on.ready("r")
     say(on, missed=(places[1].serial,))
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.token_ids == DOCUMENTS[1] and job.for_request == "r"
     assert on.hits("r").total() == 40
     [plan] = on.views.captures(job.request_id)
@@ -178,7 +178,7 @@ def test_missing_records_are_fetched_before_anything_is_computed() -> None:
 def test_without_a_store_nothing_is_fetched_or_stored() -> None:
     on = side(store=False)
     (key,) = admit(on, "r", 0)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     [plan] = on.views.captures(job.request_id)
     assert plan.stored is None
     on.retention.drop_record(key)
@@ -198,7 +198,7 @@ def test_a_record_is_there_when_all_ranks_have_it_and_else_computed_by_all() -> 
     merged = one.aggregate(other)
     assert isinstance(merged, WorkerReport)
     on.absorb(merged)
-    assert len(on.pump()) == 1 and on.hits("other").total() == 0
+    assert len(on.begin_pass().segment_requests) == 1 and on.hits("other").total() == 0
 
 
 def test_a_record_is_in_the_store_when_all_ranks_have_handed_it_over() -> None:
@@ -247,7 +247,7 @@ def test_two_requests_for_one_absent_record_fetch_it_once() -> None:
     assert fetched(step(on)) == []
     on.finished("a", completed=False)  # the one that asked is gone
     say(on, missed=(place.serial,))
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.for_request == "b"
     end(on, job)
     assert on.ready("b")
@@ -259,7 +259,7 @@ def test_a_load_for_nobody_ends_quietly() -> None:
         place = fetching(on)
         on.finished("r", completed=False)
         say(on, **{"taken" if found else "missed": (place.serial,)})
-        assert on.pump() == []
+        assert on.begin_pass().segment_requests == []
         assert len(on.directory) == found
         on.directory.check_integrity()
 
@@ -318,11 +318,11 @@ def test_a_record_that_is_deleted_on_its_way_is_not_fetched_twice() -> None:
     key = place.key
     on.retention.drop_record(key)
     admit(on, "later", 0)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert fetched(step(on)) == [] and job.for_request == "later"
     say(on, missed=(place.serial,))
     assert not on.ready("earlier") and not on.ready("later")
-    (again,) = on.pump()
+    (again,) = on.begin_pass().segment_requests
     assert again.for_request == "earlier"
     end(on, again)
     assert on.ready("earlier") and not on.ready("later")
@@ -344,7 +344,7 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     admit(on, "s", 2, 3, 4)
     plan = on.plan_of("s")
     assert plan is not None and len(plan.segments) == 2
-    on.pump()
+    on.begin_pass()
     assert all(on.retention.record_state(k).resident for k in keys[:2])
     say(on, taken=tuple(p.serial for p in fetched(step(on))))
     end(on, "s")
@@ -434,7 +434,7 @@ def test_a_step_looks_at_the_next_expiry_only() -> None:
     for i in range(1000):
         on.retention.expire_record(key(i), Moment(time.time() + 3600 + i))
     Moment.looks = 0
-    on.pump()
+    on.begin_pass()
     assert Moment.looks <= 1
 
 

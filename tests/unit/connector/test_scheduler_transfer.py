@@ -46,14 +46,14 @@ def parallel_side(ranks: int = 1, **options: Any) -> SchedulerConnector:
 def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
     on = parallel_side()
     first, _ = admit(on, "r", 0, 1, hypic_remote=[0])
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.token_ids == DOCUMENTS[1]
     (place,) = awaited(step(on))
     assert place.key == first and awaited(step(on)) == [] and on.awaits_records
     end(on, job)
     assert not on.ready("r")
     say(on, taken=(place.serial,))
-    assert on.ready("r") and not on.awaits_records and on.pump() == []
+    assert on.ready("r") and not on.awaits_records and on.begin_pass().segment_requests == []
     assert on.hits("r") == {"p2p": 40}, "what another instance computed was not computed here"
     assert counted(on, "segments_received", "segments_not_received", "segments_computed") == [1, 0, 1]
     end(on, "r")
@@ -62,12 +62,12 @@ def test_awaited_records_are_waited_for_and_the_others_computed() -> None:
 def test_nobody_pauses_before_what_came_was_looked_at() -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1])
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     first, second = awaited(step(on))
     assert on.awaits_records
     say(on, missed=(first.serial,))
     assert not on.awaits_records, "a record is to be computed"
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert on.awaits_records and job.token_ids == DOCUMENTS[0]
     say(on, taken=(second.serial,))
     assert not on.awaits_records
@@ -76,16 +76,16 @@ def test_nobody_pauses_before_what_came_was_looked_at() -> None:
 def test_what_does_not_come_is_computed(clock: Clock) -> None:
     on = parallel_side()
     admit(on, "r", 0, 1, hypic_remote=[0, 1], hypic_remote_deadline_s=5)
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     one, two = awaited(step(on))
     say(on, missed=(one.serial,))  # withdrawn by the router
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.token_ids == DOCUMENTS[0] and unawaited(step(on)) == []
     clock.now += 6
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     assert unawaited(step(on)) == [two.serial] and unawaited(step(on)) == [], "told once"
     say(on, missed=(two.serial,))
-    (other,) = on.pump()
+    (other,) = on.begin_pass().segment_requests
     assert other.token_ids == DOCUMENTS[1] and on.hits("r").total() == 0
     end(on, job.request_id, other.request_id)
     assert on.ready("r") and on.take_counters().segments_not_received == 2
@@ -99,7 +99,7 @@ def test_nobody_waits_for_a_request_that_has_gone() -> None:
     on.finished("gone", completed=False)
     assert unawaited(next_step(on)) == [one.serial]
     say(on, missed=(one.serial,))
-    assert on.pump() == [] and on.directory.lookup(one.key) is Lookup.MISS
+    assert on.begin_pass().segment_requests == [] and on.directory.lookup(one.key) is Lookup.MISS
     say(on, taken=(two.serial,))
     assert on.ready("stays")
 
@@ -119,7 +119,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     on = parallel_side()
     (key,) = admit(on, "w", 0, query=False, hypic_push_to=ELSEWHERE, hypic_push_deadline_s=7)
     on.hold("w")
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert not on.over("w") and pushes(step(on)) == []
     end(on, job)
     assert not on.over("w")
@@ -133,7 +133,7 @@ def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_ha
     assert on.take_counters().segments_pushed == 1
     # A resident record goes out again, to whoever asks.
     admit(on, "again", 0, query=False, hypic_push_to=ELSEWHERE)
-    on.pump()
+    on.begin_pass()
     assert not on.over("again")
     (order,) = pushes(step(on))
     on.absorb(WorkerReport(pushed={order.number: ("nobody there",)}))
@@ -160,7 +160,7 @@ def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
     admit(on, "r", 0, hypic_remote=[0])
     (place,) = awaited_now(on)
     say(on, missed=(place.serial,))
-    assert on.pump() == [] and unawaited(step(on)) == [place.serial]
+    assert on.begin_pass().segment_requests == [] and unawaited(step(on)) == [place.serial]
     say(on, taken=(place.serial,))
     assert compute(on) == [DOCUMENTS[0]], "it is computed here"
 
@@ -168,7 +168,7 @@ def test_without_one_rank_s_part_nobody_waits_for_the_others() -> None:
 def test_with_a_store_the_others_are_fetched_as_ever() -> None:
     on = side(segment_parallel=PARALLEL)
     first, second = admit(on, "r", 0, 1, hypic_remote=[1])
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     orders = step(on)
     (one,), (other,) = fetched(orders), awaited(orders)
     assert one.key == first and other.key == second
@@ -208,12 +208,12 @@ def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> Non
     assert on.directory.take_changes() == {}, "nobody watches"
     on.directory.watch()
     (first,) = admit(on, "a", 0)
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert on.directory.take_changes() == {first: Lookup.PENDING}
     end(on, job, "a")
     assert on.directory.take_changes() == {first: Lookup.HIT} and on.directory.take_changes() == {}
     second, third = admit(on, "b", 1, 2)
-    assert len(on.pump()) == 2
+    assert len(on.begin_pass().segment_requests) == 2
     assert on.directory.take_changes() == {first: Lookup.MISS, second: Lookup.PENDING, third: Lookup.PENDING}
 
 
@@ -286,7 +286,7 @@ def test_awaited_records_of_several_requests_have_a_share_and_the_rest_is_comput
     on = parallel_side(segments=4)
     (first,) = admit(on, "a", 0, hypic_remote=[0])
     second, third = admit(on, "b", 1, 2, hypic_remote=[0, 1])
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.token_ids == DOCUMENTS[2], "half of the pool is awaited already"
     orders = step(on)
     assert [place.key for place in awaited(orders)] == [first, second]
@@ -303,21 +303,21 @@ def test_the_share_is_an_option(fraction: float, count: int) -> None:
     on = side(store=False, segments=4, segment_parallel={**PARALLEL, "max_awaited_fraction": fraction})
     for document in range(4):
         admit(on, str(document), document, hypic_remote=[0])
-    assert len(on.pump()) == 4 - count
+    assert len(on.begin_pass().segment_requests) == 4 - count
     assert len(awaited(step(on))) == count
 
 
 def test_one_request_alone_may_await_all_it_needs_and_its_room_comes_back_when_it_ends() -> None:
     on = parallel_side(segments=4)
     keys = admit(on, "a", 0, 1, 2, 3, hypic_remote=[0, 1, 2, 3])
-    assert on.pump() == []
+    assert on.begin_pass().segment_requests == []
     places = awaited(step(on))
     assert [place.key for place in places] == keys
     serials = [place.serial for place in places]
     on.finished("a", completed=False)
     assert unawaited(next_step(on)) == serials
     say(on, missed=tuple(serials))
-    assert on.pump() == [] and on.directory.used == Space()
+    assert on.begin_pass().segment_requests == [] and on.directory.used == Space()
 
 
 def test_what_nobody_offers_is_computed_when_others_wait_for_room(clock: Clock) -> None:
@@ -337,7 +337,7 @@ def test_what_nobody_offers_is_computed_when_others_wait_for_room(clock: Clock) 
     say(on, taken=(two.serial,))
     assert on.ready("a")
     end(on, "a")
-    (job,) = on.pump()
+    (job,) = on.begin_pass().segment_requests
     assert job.token_ids == DOCUMENTS[2], "long before the deadline of 60 s"
     on.directory.check_integrity()
 

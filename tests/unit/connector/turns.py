@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_hypic.connector.scheduler.connector import PassStart
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
-from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
 
@@ -76,10 +76,10 @@ class Turns:
             full[tenant] = name
         return None, full
 
-    def pumped(self, jobs: list[SegmentRequest]) -> None:
-        """Take in what a pump says: whose turn it is finds no room, and waits for nobody less urgent."""
-        self.priorities.update((job.request_id, job.priority) for job in jobs)
-        for name, priority in self._admission.take_raised().items():
+    def begun(self, start: PassStart) -> None:
+        """Take in what begins with a pass: whose turn it is finds no room, and waits for nobody less urgent."""
+        self.priorities.update((job.request_id, job.priority) for job in start.segment_requests)
+        for name, priority in start.raised.items():
             assert priority < self.priorities[name]
             self.priorities[name] = priority
         blocked, full = self._next()

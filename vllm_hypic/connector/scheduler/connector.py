@@ -1,46 +1,59 @@
-"""Scheduler half: admits requests, keeps the directory, and decides which requests may run.
+"""Scheduler half: the facade that the engine's scheduler and vLLM's connector call, and nothing beside it.
 
-Life of a composed request here: ``planner.plan`` -> :meth:`SchedulerConnector.admit` (tokens become the
-stream) -> :meth:`~SchedulerConnector.pump` (pins its records; fetches, awaits or computes missing records)
--> :meth:`~SchedulerConnector.ready` -> :meth:`.RequestViews.stream_plan` on its first step ->
-:meth:`~SchedulerConnector.finished` (unpin).
+Life of a composed request here: :meth:`SchedulerConnector.plan` -> :meth:`~SchedulerConnector.admit` (tokens
+become the stream) -> :meth:`~SchedulerConnector.begin_pass` (pins its records; fetches, awaits or computes
+missing records) -> :meth:`~SchedulerConnector.ready` -> :meth:`~SchedulerConnector.introduce` on its first
+step -> :meth:`~SchedulerConnector.finished` (unpin).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, Transfer
-from ...primitives.plan import CachedSegment, PromptPlan
+from ...primitives.plan import PromptPlan
 from ...primitives.tokens import PrimitiveIds
 from ...store.totals import append_stats
-from ..metadata import HypicMetadata, LoadCount, WorkerReport
-from ..orders import NIXL, OUTDATED, DeclineRecord, OrderQueue
+from ..metadata import HypicMetadata, WorkerReport
+from ..orders import OUTDATED, OrderQueue
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
 from .delta_records import DeltaRecords
-from .entries import Entry
-from .fetched import FetchedCheckpoints
-from .generated_prefixes import GeneratedPrefixes
+from .describing import Description, describe
+from .entries import Lookup
+from .generated_prefixes import NO_DRAFTS, GeneratedPrefixes
 from .growing import GrowingDirectory
 from .island_runs import IslandRuns, whole_runs
-from .pending_loads import LoadBudget, PendingLoads
+from .missing_records import MissingRecords
+from .pending_loads import PendingLoads
 from .pending_pushes import PendingPushes
 from .placement import PrefixPlacement, SegmentPlacement
-from .planning import NO_TOKENIZER, Planner, PlanningTexts
+from .planning import NO_TOKENIZER, Planner, PlanningTexts, PlanRequest
 from .prefixes import Prefixes
 from .request_views import RequestViews
-from .retention import Retention
+from .retention import RecordState, Retention
 from .saves import Saves
-from .segment_requests import SegmentRequest, SegmentRequests, SegmentWork
-from .stretches import Stretch, Stretches
+from .segment_requests import SegmentRequest, SegmentRequests
+from .stretches import Stretches
 from .worker_view import WorkerView
+
+
+@dataclass(frozen=True)
+class PassStart:
+    """Changes that the engine's scheduler makes before it schedules a pass."""
+
+    segment_requests: list[SegmentRequest]
+    """New requests, for the segments to compute."""
+    restarted: Mapping[str, PromptPlan]
+    """New plans of requests that have not run, by request id: their own prefixes are captured as they run."""
+    raised: Mapping[str, int]
+    """New priorities by request id, as more urgent requests wait for these requests' records."""
 
 
 class SchedulerConnector:
@@ -84,31 +97,49 @@ class SchedulerConnector:
         self.segment_requests = SegmentRequests(config.dummy_token)
         segments = SegmentPlacement(config, geometry, prefill_flops)
         need, has_tiers, self._view = self.planner.need, bool(config.store.tiers), WorkerView(geometry)
-        self._stretches = Stretches(self.directory, need, segments.kept)
         self.admission = Admission(self.directory, self.segment_requests, config.max_tenant_fraction)
+        self.delta_records = DeltaRecords(
+            self.directory, self._view, self._orders, geometry, prefill_flops, has_tiers=has_tiers
+        )
         prefixes = PrefixPlacement(config, geometry, prefill_flops)
-        self.prefixes = Prefixes(self.directory, self.admission, need, prefixes, self._complete)
+        self.prefixes = Prefixes(self.directory, self.admission, need, prefixes, self.delta_records.complete)
         awaited = 0.0 if config.segment_parallel is None else config.segment_parallel.max_awaited_fraction
         share = self.directory.total.part(awaited)
         self.loads = PendingLoads(self._orders, tiers=config.store.tiers, ranks=ranks, share=share)
         self._pushes, self._saves = PendingPushes(self._orders, ranks), Saves(ranks)
-        self.delta_records = DeltaRecords(self.directory, self._view, self._orders, geometry, prefill_flops)
-        self._fetched = FetchedCheckpoints(
-            self.directory, self._stretches, self.loads, self.admission, self.segment_requests, self._view
-        )
         stored, grown = self.delta_records if has_tiers else None, self.planner.need_grown
         self.generated = GeneratedPrefixes(
             self.directory, self.admission, grown, prefixes, stored, on=keeps_answers
         )
         self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
         self.counters, self._evictions = HypicCounters(), 0
+        self.missing = MissingRecords(
+            self.directory,
+            geometry,
+            self.admission,
+            self.segment_requests,
+            self.prefixes,
+            self.loads,
+            Stretches(self.directory, need, segments.kept),
+            self._view,
+            self.retention,
+            self.delta_records,
+            self._orders,
+            self.counters,
+            has_tiers=has_tiers,
+        )
         self._held: set[str] = set()
         self._ended_early = False
         """A request ended early since the last :meth:`take_unwanted`."""
         self._news = False
-        """A load has ended since the last :meth:`pump`."""
+        """A load has ended since the last :meth:`begin_pass`."""
         self.worker_unfinished = False
         """Workers are copying records, and need steps even when no request runs."""
+
+    @property
+    def ids(self) -> PrimitiveIds:
+        """Ids of the primitives; the first use loads the tokenizer."""
+        return self.planner.ids
 
     @property
     def namespace(self) -> Namespace:
@@ -136,6 +167,20 @@ class SchedulerConnector:
 
     # -- admission -----------------------------------------------------------------------------
 
+    def plan(self, request: PlanRequest) -> PromptPlan | None:
+        """Return the plan of a request; ``None``: vLLM computes it as any ordinary request.  Changes nothing.
+        Raises ``LinkError`` or ``PromptError`` if the request asks for something impossible."""
+        plan = self.planner.plan(request)
+        return self.planner.plan_prefix(request) if plan is None and request.may_record_prefix() else plan
+
+    def transfer(self, request: PlanRequest) -> Transfer:
+        """See :meth:`.Planner.transfer`."""
+        return self.planner.transfer(request)
+
+    def count_found(self, mode: str, counts: Mapping[str, int]) -> None:
+        """Count what became of the pieces of a prompt in which the front end looked for segments."""
+        self.counters.count(mode, **counts)
+
     def admit(
         self,
         request_id: str,
@@ -145,11 +190,13 @@ class SchedulerConnector:
         tenant: str = "",
         mode: str = "separators",
         priority: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """Take a planned request in; the request then waits until its records are resident.
 
         ``priority``: requests with smaller values get room sooner.  ``tenant``: its requests share one part
-        of the pool.  ``mode``: the way in which the request's segments were found.
+        of the pool.  ``mode``: the way in which the request's segments were found.  ``max_tokens``: the most
+        tokens that the request may generate; ``None``: unknown.
         """
         wanted = {s.key: self.planner.need(s) for s in plan.records}
         islands = () if self.island_runs is None else self.island_runs.of(plan)
@@ -158,133 +205,34 @@ class SchedulerConnector:
         )
         if plan.segments and plan.segments[0].is_prefix:
             self.prefixes.asked(plan.segments[0])
+            if max_tokens is not None:
+                self.generated.expect(request_id, max_tokens)
         self.counters.requests += 1
         self.counters.count(mode, requests=1)
         self.counters.segments_queried += len(wanted)
         self.counters.seam_tokens += sum(s.head + s.tail for s in plan.segments)
         self.counters.island_tokens += sum(s.columns - s.reused for s in plan.segments if len(s.parts) > 1)
 
-    def pump(self) -> list[SegmentRequest]:
-        """Give waiting requests room, start to fetch or await their missing records, and return requests for
-        the segments to compute."""
+    def begin_pass(self) -> PassStart:
+        """Give waiting requests room, and start to fetch, await or compute their missing records."""
         self._news = False
         self.retention.drop_expired()
         self.loads.give_up_late()
-        started = self._compute_incomplete()
+        started = self.missing.compute_incomplete()
         for composed, reserved in self.admission.admitted():
-            self.counters.segments_hit += len(composed.wanted) - len(reserved)
-            started += self._obtain(composed, reserved)
-            self._decline(composed)
-            if not composed.undecided:
-                self._count(composed)
+            started += self.missing.obtain(composed, reserved)
         if self.admission.no_room or self.admission.full:
             self.counters.pool_waits += 1
             self.generated.give_up(None if self.admission.no_room else self.admission.full)
             self.loads.give_up_unoffered()
-        return started
-
-    def _obtain(self, composed: ComposedRequest, reserved: list[Entry]) -> list[SegmentRequest]:
-        """Start to fetch or await a request's missing records; return segment requests for all other ones."""
-        started, budget = [], self.loads.budget()
-        for entry in reserved:
-            if composed.outdated:
-                self.directory.discard(entry.key)
-            segment = composed.segment(entry.key)
-            if not composed.outdated and self._start_load(entry, segment, composed.transfer, budget):
-                composed.undecided.add(entry.key)
-            else:
-                composed.fresh.add(entry.key)
-                started += self._compute(segment, entry, composed.request_id, composed.priority)
-        return started
-
-    def _start_load(self, entry: Entry, segment: CachedSegment, way: Transfer, budget: LoadBudget) -> bool:
-        awaited = entry.key in way.remote and budget.take(entry.space)
-        remote_s = way.remote_deadline_s if awaited else None
-        fallback_keys = self._fetched.wanted(segment) if self.config.store.tiers else ()
-        place = self._view.place(entry, segment.role, behind=entry.resume_from)
-        return self.loads.start(place, entry.space, remote_s, fallback_keys)
-
-    def _compute(
-        self,
-        segment: CachedSegment,
-        entry: Entry,
-        owner: str,
-        priority: int,
-        done: Stretch | None = None,
-    ) -> list[SegmentRequest]:
-        """Return a request for the record's next stretch, behind ``done``; empty if ``owner`` captures it."""
-        if segment.is_prefix:
-            self._begun(entry, self.prefixes.begin(owner, segment, entry, priority))
-            if done is not None:
-                self.directory.release([done.target])  # the owner has a pin of its own
-            return []
-        if done is None:
-            stretch = self._stretches.begin(segment, entry)
-        else:
-            stretch = self._stretches.after(segment, entry, done)
-        if done is None or done.fetched:
-            self._begun(entry, stretch.first - segment.head)
-        context = None
-        if segment.context is not None:
-            # A separate pin, as the request that needs the segment may end before the segment is computed.
-            context = self.admission.requests[owner].held[segment.context.key]
-            self.directory.pin(context)
-            self.admission.urge(context, priority)
-        return [self.segment_requests.start(SegmentWork(segment, entry, context, stretch), owner, priority)]
-
-    def _begun(self, entry: Entry, resumed: int) -> None:
-        """Count a record that is computed from now on, except ``resumed`` tokens from a checkpoint."""
-        self.counters.segments_computed += 1
-        self.counters.tokens_resumed += resumed
-        self.admission.resumed(entry, resumed)
-
-    def _compute_incomplete(self) -> list[SegmentRequest]:
-        """Start the missing stretches of records for which requests still wait, and free the places of all
-        other incomplete records; return the segment requests."""
-        started = []
-        for incomplete in self.segment_requests.take_incomplete():
-            entry, done = incomplete.entry, incomplete.done
-            owners = self.admission.holders(entry)
-            followers = self.segment_requests.behind(entry)
-            undecided = [c for c in owners if entry.key in c.undecided]
-            for composed in undecided:
-                composed.fresh.add(entry.key)
-            waiting = [c.priority for c in owners] + [f.priority for f in followers]
-            if owners:
-                segment = owners[0].segment(entry.key)
-                started += self._compute(segment, entry, owners[0].request_id, min(waiting), done)
-            elif followers:
-                first = followers[0]
-                started += self._compute(first.context, entry, first.request_id, min(waiting), done)
-            else:
-                self.directory.abort(entry)
-                if done is not None and done.target is not entry:
-                    self.directory.release([done.target])
-            for composed in undecided:
-                self._decide(composed, entry.key)
-        return started
-
-    def _decline(self, composed: ComposedRequest) -> None:
-        """Order the workers to decline records that other instances send but no request here awaits."""
-        if not composed.transfer.remote:
-            return
-        for key in (composed.transfer.remote & composed.wanted.keys()) - self.loads.awaited():
-            self._orders.submit(DeclineRecord(key, composed.held[key].slot))
-
-    def _count(self, composed: ComposedRequest) -> None:
-        """Count the request's reused and computed tokens, once no record is undecided."""
-        reused = composed.hits.total()
-        computed = composed.plan.n_logical - reused
-        self.counters.tokens_reused += reused
-        self.counters.tokens_computed += computed
-        self.counters.count(composed.mode, tokens_reused=reused, tokens_computed=computed)
+        return PassStart(started, self.prefixes.take_begun(), self.admission.take_raised())
 
     # -- scheduling ----------------------------------------------------------------------------
 
     @property
     def awaits_records(self) -> bool:
         """Whether the engine can only wait for records on their way: workers copy no records, and no load
-        has ended since the last :meth:`pump`."""
+        has ended since the last :meth:`begin_pass`."""
         return bool(self.loads) and not self._news and not self.worker_unfinished
 
     @property
@@ -310,10 +258,20 @@ class SchedulerConnector:
         """The cutter of islands into runs; ``None`` without linear layers."""
         return None if self._make_island_runs is None else self._make_island_runs()
 
-    def pass_end(self, request_id: str, end: int) -> int:
-        """Return the index, at most ``end``, at which a pass over the stream ends: in no island."""
+    def limit_pass(self, request_id: str, begin: int, end: int, *, generates: bool) -> int:
+        """Return the token index, at most ``end``, at which a request's pass ends: in no island, and at no end
+        of a page with generated tokens.  ``generates``: the whole prompt is computed."""
+        if generates:
+            end = self.generated.pass_end(request_id, begin, end)
         composed = self.admission.requests.get(request_id)
         return end if composed is None else whole_runs(composed.islands, end)
+
+    def end_pass(self, passes: Iterable[tuple[str, int, int]]) -> None:
+        """Complete the records of prefixes that a finished pass has computed; ``passes``: as :func:`.passes`
+        yields them."""
+        if self.config.prefix != "stock":
+            for request_id, _, end in passes:
+                self.prefixes.passed(request_id, end)
 
     def hits(self, request_id: str) -> Counter[str]:
         """See :attr:`.ComposedRequest.hits`."""
@@ -372,7 +330,7 @@ class SchedulerConnector:
         self.generated.end(request_id, tokens)
         work = self.segment_requests.end(request_id)
         if work is not None:
-            self._ended(work, completed=completed)
+            self.missing.ended(work, completed=completed)
             return
         composed = self.admission.end(request_id)
         if composed is not None:
@@ -381,31 +339,6 @@ class SchedulerConnector:
             self._pushes.forget(request_id)
             if composed.undecided:
                 self.loads.give_up_unwanted(self.admission.held)
-
-    def _ended(self, work: SegmentWork, *, completed: bool) -> None:
-        """End a segment request: commit its stretch if ``completed``, else abort it; queue remaining work."""
-        directory, stretch = self.directory, work.stretch
-        directory.release(entry for entry in (work.context, stretch.base) if entry is not None)
-        checkpoint = None if stretch.target is work.entry else stretch.target
-        if not completed:
-            if checkpoint is not None:
-                directory.release([checkpoint])
-            for entry in (checkpoint, work.entry):
-                # Another record may wait for the checkpoint, which is also a whole record of its own.
-                if entry is not None and directory.abort(entry):
-                    self.segment_requests.compute_later(entry)
-        elif work.last:
-            self._complete(work.segment, work.entry, stretch.base)
-        else:
-            if checkpoint is not None:
-                directory.commit(checkpoint)
-            self.segment_requests.compute_later(work.entry, stretch)
-
-    def _complete(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
-        """Commit a whole record, whose last stretch was computed behind ``base``."""
-        self.directory.commit(entry)
-        if self.config.store.tiers:
-            self.delta_records.completed(segment, entry, base)
 
     def take_unwanted(self) -> list[str]:
         """Return segment requests whose records no request needs any more; empty if no request ended early
@@ -417,12 +350,31 @@ class SchedulerConnector:
 
     # -- the worker ----------------------------------------------------------------------------
 
-    def instruct(self, metadata: HypicMetadata) -> None:
-        """Put the slots and orders that came up since the last step into the worker's ``metadata``."""
+    @property
+    def needs_step(self) -> bool:
+        """Whether the workers need a step even when no request runs."""
+        return self.retention.has_orders or self.delta_records.waits or self.worker_unfinished
+
+    def instruct(
+        self,
+        metadata: HypicMetadata,
+        passes: Iterable[tuple[str, int, int]] = (),
+        drafts: Mapping[str, Sequence[int]] = NO_DRAFTS,
+    ) -> None:
+        """Put the slots and orders that came up since the last step into the worker's ``metadata``, and new
+        captures of answers in the coming ``passes``, which end in ``drafts``."""
+        metadata.grown = self.generated.scheduled(passes, drafts)
         metadata.dropped_slots, metadata.taken_slots = self.directory.slots.take_news()
         self.delta_records.order_checkpoints()
         self.retention.order_late_deletes()
         metadata.orders = self._orders.take()
+
+    def introduce(self, metadata: HypicMetadata, request_id: str, *, with_prompt: bool) -> None:
+        """Put the plans of a request about to run into ``metadata``; see :class:`.RequestViews`."""
+        if (stream := self.views.stream_plan(request_id, with_prompt=with_prompt)) is not None:
+            metadata.streams[request_id] = stream
+        if captures := self.views.captures(request_id):
+            metadata.captures[request_id] = captures
 
     def absorb(self, report: WorkerReport) -> None:
         """Take in the workers' report of a step."""
@@ -432,7 +384,7 @@ class SchedulerConnector:
         for serial in report.at_store:
             self.loads.at_store(serial)
         for serial, count in report.loads.items():
-            self._arrived(serial, count)
+            self._news |= self.missing.arrived(serial, count)
         stored = self._saves.reported(report.saved)
         self.retention.stored(stored)
         self.delta_records.stored(stored)
@@ -444,52 +396,31 @@ class SchedulerConnector:
             self.retention.absorb(report.store)
             self.counters.store = append_stats(self.counters.store, report.store)
 
-    def _arrived(self, serial: int, count: LoadCount) -> None:
-        """Count ranks that received or missed their parts of a record; the last rank decides its load."""
-        load = self.loads.reported(serial, count)
-        if load is None:
-            return
-        self._news = True
-        entry = self.directory.of_serial(serial)
-        assert entry is not None, f"record {serial} arrived, but nothing is reserved for it"
-        if not load.found:
-            self.counters.segments_not_received += load.remote
-            self.retention.not_stored(load.key)
-            if serial in self._fetched:
-                self._fetched.ended(serial, None)
-            elif not self._fetched.start(entry, load.count.fallback_keys or ()):
-                self.segment_requests.compute_later(entry)
-            return
-        if load.sent:
-            self.counters.segments_received += 1
-            self.counters.segments_received_nixl += load.count.route == NIXL
-        else:
-            self.retention.stored([load.key])
-            self.delta_records.loaded(load.key)
-            self.counters.segments_loaded += 1
-        self.directory.shrink(serial, load.count.transition_blocks, self.geometry.transition_block_bytes)
-        if serial in self._fetched:
-            self._fetched.ended(serial, self.loads.source(load))
-            return
-        self.directory.commit(entry)
-        self.admission.came(entry, self.loads.source(load))
-        for composed in self.admission.holders(entry):
-            if entry.key in composed.undecided:
-                self.counters.segments_hit += 1
-                self._decide(composed, entry.key)
-
-    def _decide(self, composed: ComposedRequest, key: SegmentKey) -> None:
-        """Note that a request's record is a hit or a miss; count the request after its last record."""
-        composed.undecided.discard(key)
-        if not composed.undecided:
-            self._count(composed)
-
     # -- reports -------------------------------------------------------------------------------
+
+    def drop_expired(self) -> None:
+        """Drop the records whose expiry time has passed, as the next pass would."""
+        self.retention.drop_expired()
+
+    def record_state(self, key: SegmentKey) -> RecordState:
+        """Return the state of the record that users know by ``key``.  Changes nothing."""
+        return self.retention.record_state(key)
+
+    def watch_records(self) -> None:
+        """Let :meth:`take_changes` report changes from now on."""
+        self.directory.watch()
+
+    def take_changes(self) -> Mapping[SegmentKey, Lookup]:
+        """Return the new states of records that came, went or began since the last call."""
+        return self.directory.take_changes()
+
+    def describe(self, instance: str, models: tuple[str, ...], max_model_len: int) -> Description | None:
+        """Return what a router needs to plan as this engine does; ``None`` without segment parallelism."""
+        return describe(self.config, self.planner, instance, models, max_model_len, self.ranks)
 
     def take_counters(self) -> HypicCounters:
         """Return and reset the counters since the last call, with the pool's present levels."""
-        counters, self.counters = self.counters, HypicCounters()
-        directory = self.directory
+        counters, directory = self.counters.take(), self.directory
         counters.evictions = directory.evictions - self._evictions
         self._evictions = directory.evictions
         counters.pool_bytes_used = self.geometry.bytes_of(directory.used)

@@ -40,7 +40,7 @@ class _Due:
 class DeltaRecords:
     """Decides which columns of an engine's records are stored, and orders the storing of checkpoints.
 
-    ``prefill_flops(tokens)``: FLOPs of a prefill of that length."""
+    ``prefill_flops(tokens)``: FLOPs of a prefill of that length.  ``has_tiers``: records are stored."""
 
     def __init__(
         self,
@@ -49,7 +49,10 @@ class DeltaRecords:
         orders: OrderQueue,
         geometry: PoolGeometry,
         prefill_flops: Callable[[int], float],
+        *,
+        has_tiers: bool,
     ) -> None:
+        self._has_tiers = has_tiers
         self._directory, self._view, self._orders = directory, view, orders
         self._has_columns, self._prefill_flops = bool(geometry.attention), prefill_flops
         self._state_tokens = geometry.slot_bytes * geometry.page_tokens / max(1, geometry.page_bytes)
@@ -80,9 +83,14 @@ class DeltaRecords:
         flops = self._prefill_flops(segment.head + shared.columns)
         return replace(place, base=StoredBase(rests_on, shared.columns, shared.columns, flops))
 
-    def completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
-        """Note that the record is complete, with its last stretch computed behind ``base``: its checkpoints
-        are to be stored after it."""
+    def complete(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
+        """Commit a whole record, whose last stretch was computed behind ``base``."""
+        self._directory.commit(entry)
+        if self._has_tiers:
+            self._completed(segment, entry, base)
+
+    def _completed(self, segment: CachedSegment, entry: Entry, base: Entry | None) -> None:
+        """Note that the checkpoints of a complete record are to be stored after it."""
         shared = entry.shared_prefix
         serials = {shared.serial} if shared is not None else set()
         if segment.is_prefix:
@@ -99,7 +107,7 @@ class DeltaRecords:
     def store(self, segment: CachedSegment, entry: Entry) -> None:
         """Order the storing of a grown record, now that of ``segment``, and note that it is complete."""
         self._orders.submit(SaveRecord(self.place(segment, entry)))
-        self.completed(segment, entry, None)
+        self._completed(segment, entry, None)
 
     def stored(self, keys: Iterable[SegmentKey]) -> None:
         """Note that the store has got these records: their checkpoints may follow."""

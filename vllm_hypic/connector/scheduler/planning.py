@@ -32,13 +32,15 @@ _UNLIMITED = 1 << 60
 @dataclass(frozen=True)
 class PlanRequest:
     """The planner's view of a request.  ``media``: called only if the prompt is cut; returns the prompt's
-    images, by indices of ``token_ids``, or raises :class:`~...primitives.pieces.PromptError`."""
+    images, by indices of ``token_ids``, or raises :class:`~...primitives.pieces.PromptError`.
+    ``may_record_prefix``: called only without segments; whether the prompt's prefix may become a record."""
 
     token_ids: list[int]
     extra_args: Mapping[str, Any] | None
     salt: str | None
     lora: str | None
     media: Callable[[], Media] = tuple
+    may_record_prefix: Callable[[], bool] = bool
 
 
 def _no_tokenizer() -> Any:
