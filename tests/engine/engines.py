@@ -318,7 +318,8 @@ def plan_of(
     """The plan that a hypic engine makes of a prompt."""
     from vllm_hypic.connector.scheduler.planning import PlanRequest
 
-    return scheduler_of(llm).hypic.planner.plan(PlanRequest(list(tokens), extra, salt, None))
+    side = scheduler_of(llm).hypic
+    return side.plan(PlanRequest(list(tokens), side.spec(extra, len(tokens)), salt, None))
 
 
 def pool_unit_bytes(llm: Any) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import groupby
 
 from ..cache_api.answers import Explanation, PromptPart, RecordPlace, Run
 from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.planning import PlanRequest
 from ..primitives.keys import Role, SegmentKey
-from ..primitives.options import link_of_request, segment_mode_of_request
 from ..primitives.plan import CachedSegment, PromptPlan
 from ..primitives.tokens import PrimitiveIds
 
@@ -18,43 +17,39 @@ def explanation(
     request: PlanRequest,
     plan: PromptPlan | None,
     side: SchedulerConnector,
-    mode: str,
-    pieces: Mapping[str, int],
     *,
     prefix_cached: int,
     uncut: str | None,
 ) -> Explanation:
     """Return the explanation of a request as it would run now, without changing any state.
 
-    ``mode``, ``pieces``: how the segments of ``plan`` were found, and counts of what became of the pieces.
     ``prefix_cached``: tokens of the stream in vLLM's prefix cache.  ``uncut``: why no mode cuts this prompt.
     """
-    config, ids = side.config, side.ids
+    ids = side.ids
     own = [i for i, token in enumerate(request.token_ids) if ids.marker(token) is None]
     segments = () if plan is None else plan.segments
     parts = list(_whole(request.token_ids, [_part(s, at, own, side) for s, at in _placed(segments)], ids))
     present = {part.key for part in parts if part.reused}
     reused = sum(s.reused for s in segments if side.namespace.renamed(s.key) in present)
-    link = link_of_request(request.extra_args, config.link_defaults)
-    reason = None
+    spec, reason = request.spec, None
+    pieces = {} if spec.found is None else dict(spec.found.counts)
     if plan is not None and plan.warm_only:
         reason = "the prompt ends in a separator: the request only computes the records of its segments"
     elif not segments:
-        looked = segment_mode_of_request(request.extra_args, config.segment.mode)
-        if not link.reuse:
-            reason = f"link method {link.name!r} reuses nothing"
+        if not spec.link.reuse:
+            reason = f"link method {spec.link.name!r} reuses nothing"
         elif plan is not None or pieces.get("pieces"):
             reason = "no piece of the prompt is long enough for a record, or the pool is too small"
         elif uncut is not None:
             reason = uncut
-        elif looked == "off":
+        elif spec.segment_mode == "off":
             reason = "the prompt has no separators, and hypic_segment_mode is 'off'"
         else:
-            reason = f"hypic_segment_mode={looked!r} finds no segments in the prompt"
+            reason = f"hypic_segment_mode={spec.segment_mode!r} finds no segments in the prompt"
     return Explanation(
-        mode=mode,
-        link=link.name,
-        pieces=dict(pieces),
+        mode=spec.way,
+        link=spec.link.name,
+        pieces=pieces,
         prompt_tokens=len(request.token_ids),
         tokens_reused=reused,
         tokens_prefix_cached=prefix_cached,

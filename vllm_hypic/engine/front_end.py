@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 
 from ..cache_api.commands import COMMAND, is_command
 from ..cache_api.rewriting import forgotten
-from ..config.engine import config_of, own_options
+from ..config.engine import HypicConfig, config_of
+from ..connector.build import primitive_ids_of
+from ..connector.scheduler.planning import request_limits
 from ..pool.families import family_in
 from ..primitives.learned import NONE_HERE
-from ..primitives.options import (
-    PUSH_TO,
-    SEGMENTS,
-    link_of_request,
-    segment_mode_of_request,
-    spans_of_request,
-    transfer_of_request,
-)
+from ..primitives.options import PUSH_TO, SEGMENTS, RequestSpec, parse_request
 from ..primitives.pieces import PromptError, require_apart, require_whole
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.segmenter import Spans
 from ..primitives.tokens import PrimitiveIds
 from ..segment_parallel.permits import Permits, Subject
-from ..store.shared import shared_tiers
 from .media import MediaReader, placed, refused_media
 
 if TYPE_CHECKING:
@@ -36,61 +31,72 @@ class RequestRefused(VLLMValidationError, ValueError):
     """A request that the plugin cannot honour; the server answers HTTP 400 with this message."""
 
 
-def check_request(request: EngineCoreRequest, vllm_config: VllmConfig) -> None:
-    """Raise :class:`RequestRefused` unless the engine can honour the request, which stays unchanged.
+class RequestChecker:
+    """Checks the requests of one engine that runs the plugin; for one thread."""
 
-    In a request without primitives or named segments, only the ``hypic_*`` options are checked.
-    """
-    if own_options(vllm_config.kv_transfer_config) is None:
-        return
-    if forgotten():
-        raise RequestRefused(
-            "vLLM takes this prompt from kv_transfer_params, or renders this model's chats without the "
-            "tokenizer, so the request's parts and segment ids have no effect; use /v1/completions"
-        )
-    config = config_of(vllm_config)
-    params = request.sampling_params
-    extra = None if params is None else _without_command(params.extra_args)
-    parallel = config.segment_parallel
-    try:
-        method = link_of_request(extra, config.link_defaults)
-        spans = spans_of_request(extra, len(request.prompt_token_ids or ()))
-        mode = segment_mode_of_request(extra, config.segment.mode)
-        if mode != "off" and vllm_config.model_config.skip_tokenizer_init:
-            raise LinkError(
-                f"hypic_segment_mode={mode!r} needs the tokenizer, but skip_tokenizer_init is set: "
-                "expected 'off'"
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.config: HypicConfig = config_of(vllm_config)
+        self._limits, self._traits = request_limits(self.config), _traits(vllm_config)
+
+    @cached_property
+    def primitives(self) -> PrimitiveIds:
+        """Ids of the primitives; the first use loads the tokenizer."""
+        return primitive_ids_of(self.vllm_config, self.config)
+
+    def check(self, request: EngineCoreRequest) -> RequestSpec:
+        """Return the request's options.  Raises :class:`RequestRefused` unless the engine can honour the
+        request, which stays unchanged.
+
+        In a request without primitives or named segments, only the ``hypic_*`` options are checked.
+        """
+        if forgotten():
+            raise RequestRefused(
+                "vLLM takes this prompt from kv_transfer_params, or renders this model's chats without the "
+                "tokenizer, so the request's parts and segment ids have no effect; use /v1/completions"
             )
+        try:
+            spec = self._spec(request)
+        except LinkError as e:
+            raise RequestRefused(str(e)) from e
+        ids, spans, primitives = request.prompt_token_ids, spec.spans, self.primitives
+        if spec.transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
+            raise RequestRefused(f"{PUSH_TO}: expected a warm-up prompt, which ends in a separator")
+        if ids is None or not (spans or primitives.contains(ids)):
+            return spec
+        if spans and primitives.contains(ids):
+            raise RequestRefused(
+                f"{SEGMENTS}: the prompt itself has separators or other primitives: remove them"
+            )
+        reason = refusal(request, primitives) or _refused_images(request, self.vllm_config, primitives, spans)
+        if reason:
+            what = SEGMENTS if spans else "prompts with segment separators"
+            raise RequestRefused(f"{what}: {reason}")
+        return spec
+
+    def _spec(self, request: EngineCoreRequest) -> RequestSpec:
+        """Parse and check the options of a request.  Raises ``LinkError``."""
+        params, parallel = request.sampling_params, self.config.segment_parallel
+        no_tokenizer = self.vllm_config.model_config.skip_tokenizer_init
+        extra = None if params is None else _without_command(params.extra_args)
         if parallel is not None:
             Permits.read(parallel.secret_file).check(extra or {}, _subject(request))
-        transfer = transfer_of_request(
-            extra,
-            longest_s=None if parallel is None else parallel.deadline_s,
-            shared=shared_tiers(config.store),
-        )
-        if reason := method.refused_by(_traits(vllm_config)):
-            raise LinkError(reason)
-        if method.context == "learned" and config.learned is None:
-            raise LinkError(NONE_HERE)
-        if method.reads_text and vllm_config.model_config.skip_tokenizer_init:
+        spec = parse_request(extra, len(request.prompt_token_ids or ()), self._limits, from_client=True)
+        if spec.segment_mode != "off" and no_tokenizer:
             raise LinkError(
-                f"hypic_context={method.context!r} with islands {method.islands} reads text, but "
+                f"hypic_segment_mode={spec.segment_mode!r} needs the tokenizer, but skip_tokenizer_init is "
+                "set: expected 'off'"
+            )
+        if reason := spec.link.refused_by(self._traits):
+            raise LinkError(reason)
+        if spec.link.context == "learned" and self.config.learned is None:
+            raise LinkError(NONE_HERE)
+        if spec.link.reads_text and no_tokenizer:
+            raise LinkError(
+                f"hypic_context={spec.link.context!r} with islands {spec.link.islands} reads text, but "
                 "skip_tokenizer_init disables the tokenizer: expected 'none' for both, or context 'lead'"
             )
-    except LinkError as e:
-        raise RequestRefused(str(e)) from e
-    ids = request.prompt_token_ids
-    primitives = _primitive_ids(vllm_config)
-    if transfer.push_to is not None and not (ids and ids[-1] == primitives.sep):
-        raise RequestRefused(f"{PUSH_TO}: expected a warm-up prompt, which ends in a separator")
-    if ids is None or not (spans or primitives.contains(ids)):
-        return
-    if spans and primitives.contains(ids):
-        raise RequestRefused(f"{SEGMENTS}: the prompt itself has separators or other primitives: remove them")
-    reason = refusal(request, primitives) or _refused_images(request, vllm_config, primitives, spans or ())
-    if reason:
-        what = SEGMENTS if spans else "prompts with segment separators"
-        raise RequestRefused(f"{what}: {reason}")
+        return spec
 
 
 def _without_command(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -169,9 +175,3 @@ def _traits(vllm_config: VllmConfig) -> ModelTraits:
         has_attention=not model.is_attention_free,
         has_transition=family is None or family.geometry.has_transition,
     )
-
-
-def _primitive_ids(vllm_config: VllmConfig) -> PrimitiveIds:
-    from ..connector.build import primitive_ids_of
-
-    return primitive_ids_of(vllm_config, config_of(vllm_config))

@@ -29,7 +29,7 @@ from ..connector.passes import passes
 from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.planning import PlanRequest
 from ..connector.scheduler.segment_requests import SegmentRequest
-from ..primitives.options import FOUND, PUSH_TO, SEGMENTS, Transfer
+from ..primitives.options import PUSH_TO, Transfer
 from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
@@ -156,12 +156,11 @@ class _HypicMixin(Scheduler):
             self._commands.submit(request.request_id, command, request.cache_salt)
             self._end_unrun(request, RequestStatus.FINISHED_STOPPED)
             return
-        mode, counts = _take_found(request)
-        if counts:
-            self.hypic.count_found(mode, counts)
-        wanted = self._plan_request(request, lambda: self._may_record_prefix(request))
         try:
-            plan, transfer = self.hypic.plan(wanted), self.hypic.transfer(wanted)
+            wanted = self._plan_request(request, lambda: self._may_record_prefix(request))
+            if (found := wanted.spec.found) is not None and found.counts:
+                self.hypic.count_found(found)
+            plan, transfer = self.hypic.plan(wanted), wanted.spec.transfer
             if transfer.push_to is not None and (plan is None or not plan.warm_only):
                 raise LinkError(f"{PUSH_TO}: expected a prompt that ends in a separator")
         except (LinkError, PromptError) as e:
@@ -183,7 +182,7 @@ class _HypicMixin(Scheduler):
             self._counts.expect(request.request_id, len(wanted.token_ids))
             self._prompt_logprobs.expect(request, wanted.token_ids, plan)
             is_prefix = bool(plan.segments) and plan.segments[0].is_prefix
-            self._adopt(request, plan, transfer, "prefix" if is_prefix else mode)
+            self._adopt(request, plan, transfer, "prefix" if is_prefix else wanted.spec.way)
 
     def _may_record_prefix(self, request: Request) -> bool:
         """Return whether the prefix of a prompt without segments may become a record."""
@@ -193,11 +192,12 @@ class _HypicMixin(Scheduler):
         return is_text and reason_not_to_cut(request, self.hypic.ids) is None
 
     def _plan_request(self, request: Request, may_record_prefix: Callable[[], bool] = bool) -> PlanRequest:
+        """Return the planner's view of a request.  Raises ``LinkError``."""
         params, lora = request.sampling_params, request.lora_request
         ids = request.prompt_token_ids or []
         return PlanRequest(
             token_ids=ids,
-            extra_args=None if params is None else params.extra_args,
+            spec=self.hypic.spec(None if params is None else params.extra_args, len(ids)),
             salt=request.cache_salt,
             lora=None if lora is None else self.adapters.name(lora),
             media=lambda: self._media.of(request.mm_features, ids),
@@ -217,15 +217,15 @@ class _HypicMixin(Scheduler):
         """Submit the explanation of the request as its answer, and end the request unrun.
         The look-up of records moves, loads and keeps no record."""
         self.hypic.drop_expired()  # the next pass would drop the same records
-        found, wanted = _take_found(request), self._plan_request(request)
         uncut = reason_not_to_cut(request, self.hypic.ids)
         answer: Explanation | Failure
         try:
+            wanted = self._plan_request(request)
             if (plan := self.hypic.plan(wanted)) is not None:
                 self._set_stream(request, plan)
             self._keep_apart(request)
             prefix_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
-            answer = explanation(wanted, plan, self.hypic, *found, prefix_cached=prefix_cached, uncut=uncut)
+            answer = explanation(wanted, plan, self.hypic, prefix_cached=prefix_cached, uncut=uncut)
         except (LinkError, PromptError) as e:
             answer = Failure(400, str(e))
         self._commands.submit_answer(request.request_id, answer)
@@ -447,18 +447,6 @@ def _take_command(request: Request) -> AnyCommand | Failure | None:
         return None
     command, params.extra_args = take_command(params.extra_args)
     return command
-
-
-def _take_found(request: Request) -> tuple[str, dict[str, int]]:
-    """Remove the front end's findings: the mode that found segments, and counts of the pieces' outcomes."""
-    params = request.sampling_params
-    extra = {} if params is None else params.extra_args or {}
-    if params is None or FOUND not in extra:
-        return "named" if SEGMENTS in extra else "separators", {}
-    # Requests of one prompt may share the mapping.
-    params.extra_args = {name: value for name, value in extra.items() if name != FOUND}
-    counts = dict(extra[FOUND])
-    return str(counts.pop("mode")), counts
 
 
 def _replace_tokens(request: Request, tokens: list[int], salt: str | None) -> None:

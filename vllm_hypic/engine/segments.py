@@ -4,77 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND, Explain
-from ..config.engine import HypicConfig, config_of, own_options
 from ..config.segmenting import SegmentingConfig
-from ..connector.build import primitive_ids_of
-from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_of_request
+from ..primitives.options import FOUND, FoundSegments, RequestSpec
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
 from ..primitives.token_texts import TokenTexts, special_ids
-from ..primitives.tokens import PrimitiveIds
-from .front_end import reason_not_to_cut
+from .front_end import RequestChecker, reason_not_to_cut
 from .renderer import CHAT
 from .token_lengths import TokenLengths
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
 
 class SegmentFinder:
     """Finds the segments of one engine's requests, in its front end; for one thread."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
-        self._ours = own_options(vllm_config.kv_transfer_config) is not None
-        self._vllm_config = vllm_config
+    def __init__(self, checker: RequestChecker) -> None:
+        self._checker = checker
 
-    def find(self, request: EngineCoreRequest, prompt: Any) -> None:
-        """Write the segments of a checked request, and counts of its pieces, into its extra arguments.
+    def find(self, request: EngineCoreRequest, spec: RequestSpec, prompt: Any) -> None:
+        """Write the segments of a checked request into its extra arguments, as a message to the scheduler.
 
         Requests that name segments or have separators stay unchanged, as do requests for results that
         segments would take away.  ``prompt``: the request's engine input of :class:`.renderer.HypicRenderer`.
         """
         params, ids = request.sampling_params, request.prompt_token_ids
-        if not self._ours or params is None or ids is None:
+        if params is None or ids is None or spec.named is not None:
             return
-        extra = dict(params.extra_args or {})
-        command = extra.pop(COMMAND, None)
-        if SEGMENTS in extra or not (command is None or isinstance(command, Explain)):
+        if spec.segment_mode == "off" or not spec.link.reuse:
             return
-        config = self._config
-        mode = segment_mode_of_request(extra, config.segment.mode)
-        if mode == "off" or not link_of_request(extra, config.link_defaults).reuse:
+        command, primitives = (params.extra_args or {}).get(COMMAND), self._checker.primitives
+        if not (command is None or isinstance(command, Explain)):
             return
-        if self._primitives.contains(ids) or reason_not_to_cut(request, self._primitives):
+        if primitives.contains(ids) or reason_not_to_cut(request, primitives):
             return
-        found = self.found(ids, mode, prompt)
-        params.extra_args = {**(params.extra_args or {}), FOUND: {"mode": mode, **found.counts}}
-        if found.spans:
-            params.extra_args[SEGMENTS] = list(chain.from_iterable(found.spans))
+        found = self.found(ids, spec.segment_mode, prompt)
+        message = FoundSegments(spec.segment_mode, found.spans, found.counts).packed()
+        params.extra_args = {**(params.extra_args or {}), FOUND: message}
 
     def found(self, ids: list[int], mode: str, prompt: Any) -> Found:
         """Return the segments of a prompt, found by any mode but ``off``."""
         return self._segments.found(ids, mode, prompt)
 
     @cached_property
-    def _config(self) -> HypicConfig:
-        return config_of(self._vllm_config)
-
-    @cached_property
-    def _primitives(self) -> PrimitiveIds:
-        return primitive_ids_of(self._vllm_config, self._config)
-
-    @cached_property
     def _segments(self) -> PromptSegments:
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        tokenizer = cached_tokenizer_from_config(self._vllm_config.model_config)
-        return PromptSegments(Vocabulary(tokenizer), self._config.segment)
+        tokenizer = cached_tokenizer_from_config(self._checker.vllm_config.model_config)
+        return PromptSegments(Vocabulary(tokenizer), self._checker.config.segment)
 
 
 class Vocabulary:

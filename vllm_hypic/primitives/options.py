@@ -1,7 +1,8 @@
 """Per-request options, carried by vLLM's own extra-argument fields.
 
 ``vllm_xargs`` of the OpenAI endpoints and ``SamplingParams(extra_args=...)`` of Python both arrive
-as one flat mapping.  The plugin's keys have the prefix ``hypic_``.
+as one flat mapping.  The plugin's keys have the prefix ``hypic_``.  Each process that reads a request's
+options reads them once, by :func:`parse_request`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from .keys import SegmentKey
@@ -24,8 +26,7 @@ ISLANDS = "hypic_islands"
 SEGMENT = "hypic_segment_mode"
 SEGMENTS = "hypic_segment_ranges"
 FOUND = "hypic_found"
-"""Message of the front end to the scheduler: the mode of its search for segments, and the search's result.
-Clients cannot set it."""
+"""Message of the front end to the scheduler: :class:`FoundSegments` as a mapping.  Clients cannot set it."""
 PUSH_TO = "hypic_push_to"
 PUSH_DEADLINE = "hypic_push_deadline_s"
 REMOTE = "hypic_remote"
@@ -105,8 +106,10 @@ def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spa
     Raises :class:`LinkError` for ranges that are empty, out of order or outside the prompt.
     """
     given = (extra_args or {}).get(SEGMENTS)
-    if given is None:
-        return None
+    return None if given is None else _spans(given, n_tokens)
+
+
+def _spans(given: Any, n_tokens: int) -> Spans:
     whole = isinstance(given, (list, tuple)) and all(type(i) is int for i in given)
     if not whole or len(given) % 2 or len(given) > 2 * _MAX_SEGMENTS:
         raise LinkError(
@@ -179,6 +182,86 @@ def transfer_of_request(
         _seconds(extra, PUSH_DEADLINE, longest_s),
         frozenset(SegmentKey(key) for key in remote),
         _seconds(extra, REMOTE_DEADLINE, longest_s),
+    )
+
+
+@dataclass(frozen=True)
+class FoundSegments:
+    """Result of the front end's search for segments in a request that names none.
+
+    ``mode``: mode of the search; ``spans``: the segments; ``counts``: numbers of pieces by outcome.
+    """
+
+    mode: str
+    spans: Spans = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def packed(self) -> dict[str, Any]:
+        """Return the message of these segments, of plain types."""
+        return {
+            "mode": self.mode,
+            "ranges": list(chain.from_iterable(self.spans)),
+            "counts": dict(self.counts),
+        }
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """An engine's defaults and limits for the options of requests.
+
+    ``segment_mode``: default mode.  ``longest_s``, ``shared``: see :func:`transfer_of_request`.
+    """
+
+    link: LinkDefaults
+    segment_mode: str = "off"
+    longest_s: float | None = None
+    shared: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """All options of one request, parsed.
+
+    ``segment_mode``: the mode that finds segments where the request names none; ``named``: the segments that
+    the request names by token indices; ``found``: segments that the front end has found.
+    """
+
+    link: LinkMethod
+    segment_mode: str
+    transfer: Transfer = NO_TRANSFER
+    named: Spans | None = None
+    found: FoundSegments | None = None
+
+    @property
+    def spans(self) -> Spans:
+        """The segments, by token indices; empty for prompts with separators or without segments."""
+        return self.named or (() if self.found is None else self.found.spans)
+
+    @property
+    def way(self) -> str:
+        """Where the segments come from: a mode, ``named``, or ``separators``."""
+        if self.found is not None:
+            return self.found.mode
+        return "separators" if self.named is None else "named"
+
+
+def parse_request(
+    extra_args: Mapping[str, Any] | None, n_tokens: int, limits: RequestLimits, *, from_client: bool
+) -> RequestSpec:
+    """Parse the options of a request whose prompt has ``n_tokens`` tokens.
+
+    ``from_client``: false in the engine core, where the front end's message may stand beside the options.
+    Raises :class:`LinkError`, which names the bad key or value.
+    """
+    extra, found = dict(extra_args or {}), None
+    if not from_client and (message := extra.pop(FOUND, None)) is not None:
+        found = FoundSegments(message["mode"], _spans(message["ranges"], n_tokens), message["counts"])
+    return RequestSpec(
+        link_of_request(extra, limits.link),
+        segment_mode_of_request(extra, limits.segment_mode),
+        transfer_of_request(extra, longest_s=limits.longest_s, shared=limits.shared),
+        spans_of_request(extra, n_tokens),
+        found,
     )
 
 

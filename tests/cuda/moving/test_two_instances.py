@@ -68,10 +68,10 @@ class Instance:
         self.names += 1
         name = f"r{self.names}"
         tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + ([900, 901] if query else [])
-        request = PlanRequest(tokens, extra, None, None)
-        plan = self.side.planner.plan(PlanRequest(tokens, None, None, None))
+        spec = self.side.spec(extra, len(tokens))
+        plan = self.side.plan(PlanRequest(tokens, spec, None, None))
         assert plan is not None
-        self.side.admit(name, plan, self.side.planner.transfer(request))
+        self.side.admit(name, plan, spec.transfer)
         if not query:
             self.side.hold(name)
         return name

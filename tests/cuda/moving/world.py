@@ -338,7 +338,7 @@ class World:
 
     def _plan(self, documents: list[int]) -> PromptPlan:
         tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + [900, 901]
-        plan = self.side.planner.plan(PlanRequest(tokens, None, None, None))
+        plan = self.side.plan(PlanRequest(tokens, self.side.spec(None, len(tokens)), None, None))
         assert plan is not None
         for segment in plan.segments:
             self._kinds[segment.key] = (segment.columns, segment.role is Role.LEADING)

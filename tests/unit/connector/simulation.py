@@ -159,7 +159,8 @@ class Engine:
         tokens = [] if plain else [*self.words.leads[prompt.lead], IDS.sep]
         tokens += [t for d in prompt.documents for t in (*self.words.documents[d], *separator)]
         tokens += QUERY if prompt.ends is Ends.IN_A_QUERY else ()
-        asked = PlanRequest(tokens, {"hypic_context": prompt.context}, prompt.tenant, None)
+        spec = self.side.spec({"hypic_context": prompt.context}, len(tokens))
+        asked = PlanRequest(tokens, spec, prompt.tenant, None)
         plan = self.side.planner.plan_prefix(asked) if plain else self.side.planner.plan(asked)
         if plan is None:
             assert plain, "only a prefix may be too long for the pool"

@@ -50,7 +50,8 @@ class Side:
         )
 
     def plan(self, tokens: Sequence[int]) -> PromptPlan:
-        plan = self.side.planner.plan_prefix(PlanRequest(list(tokens), {}, None, None))
+        spec = self.side.spec({}, len(tokens))
+        plan = self.side.planner.plan_prefix(PlanRequest(list(tokens), spec, None, None))
         assert plan is not None
         return plan
 

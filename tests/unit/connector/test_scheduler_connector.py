@@ -29,7 +29,7 @@ def side(**options: Any) -> SchedulerConnector:
 
 
 def admit(on: SchedulerConnector, tokens: list[int], name: str = "r", **extra: Any) -> None:
-    plan = on.planner.plan(PlanRequest(tokens, extra or None, None, None))
+    plan = on.plan(PlanRequest(tokens, on.spec(extra or None, len(tokens)), None, None))
     assert plan is not None
     on.admit(name, plan)
 
@@ -291,7 +291,7 @@ def test_a_context_hurries_for_who_waits_for_a_segment_that_the_store_did_not_ha
     """An urgent request found the segment on its way.  It is computed behind the first one's context, which
     was deleted: the urgent request's own is another."""
     on = with_text(store=STORE)
-    plan = on.planner.plan(PlanRequest(PROMPT, None, None, None))
+    plan = on.plan(PlanRequest(PROMPT, on.spec(None, len(PROMPT)), None, None))
     assert plan is not None
     on.admit("patient", plan, priority=5)
     assert on.begin_pass().segment_requests == []

@@ -70,7 +70,7 @@ def side(
 def plan(on: SchedulerConnector, *documents: int, tenant: str = "", query: bool = True) -> PromptPlan:
     tokens = [t for d in documents for t in (IDS.sep, *DOCUMENTS[d])]
     tokens += [IDS.sep, *(QUERY if query else ())]
-    planned = on.planner.plan(PlanRequest(tokens, None, tenant or None, None))
+    planned = on.plan(PlanRequest(tokens, on.spec(None, len(tokens)), tenant or None, None))
     assert planned is not None
     return planned
 
@@ -89,8 +89,7 @@ def admit(
     keys = [s.key for s in planned.segments]
     if "hypic_remote" in extra:
         extra["hypic_remote"] = [keys[i] for i in extra["hypic_remote"]]
-    transfer = on.planner.transfer(PlanRequest([], extra, None, None))
-    on.admit(name, planned, transfer, tenant=tenant, priority=priority)
+    on.admit(name, planned, on.spec(extra, 0).transfer, tenant=tenant, priority=priority)
     return keys
 
 

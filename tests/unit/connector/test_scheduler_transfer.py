@@ -11,7 +11,6 @@ from vllm_hypic.connector.orders import AwaitRecord, DeclineRecord, Order, PushR
 from vllm_hypic.connector.scheduler.connector import SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.pending_loads import PATIENCE_S
-from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.pool.plans import RecordPlace, Space
 from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.primitives.options import Transfer, transfer_of_request
@@ -200,7 +199,7 @@ def test_orders_name_the_shared_tier_and_only_one_that_there_is() -> None:
     (order,) = pushes(step(on))
     assert (order.place.key, order.destination) == (place.key, f"tier:{identity}")
     with pytest.raises(LinkError, match=f"this engine has no such shared tier; expected one of {identity}"):
-        on.planner.transfer(PlanRequest([], {"hypic_push_to": "tier:0000"}, None, None))
+        on.spec({"hypic_push_to": "tier:0000"}, 0)
 
 
 def test_changes_of_the_directory_are_told_once_and_in_their_last_state() -> None:

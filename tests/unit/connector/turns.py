@@ -77,7 +77,7 @@ class Turns:
         return None, full
 
     def begun(self, start: PassStart) -> None:
-        """Take in what begins with a pass: whose turn it is finds no room, and waits for nobody less urgent."""
+        """Take in the start of a pass: whose turn it is finds no room, and waits for nobody less urgent."""
         self.priorities.update((job.request_id, job.priority) for job in start.segment_requests)
         for name, priority in start.raised.items():
             assert priority < self.priorities[name]

@@ -20,6 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_hypic.config.engine import CONNECTOR, TOKENIZER_MODE
+from vllm_hypic.engine.front_end import RequestChecker
 from vllm_hypic.engine.renderer import CHAT
 from vllm_hypic.engine.segments import SegmentFinder
 from vllm_hypic.engine.tokenizer import register_mode
@@ -89,7 +90,7 @@ class FrontEnd:
             if mode == TOKENIZER_MODE:
                 connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
                 config.kv_transfer_config = KVTransferConfig(**connector, kv_connector_extra_config=options)
-                self.finder = SegmentFinder(config)
+                self.finder = SegmentFinder(RequestChecker(config))
             self.renderers.append(renderer_from_config(config))
 
     def prompts(self, messages: Any, template: str = MESSAGES, **template_args: Any) -> list[Any]:

@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...primitives.keys import Namespace, SegmentKey
-from ...primitives.options import NO_TRANSFER, Transfer
+from ...primitives.options import NO_TRANSFER, FoundSegments, RequestSpec, Transfer
 from ...primitives.plan import PromptPlan
 from ...primitives.tokens import PrimitiveIds
 from ...store.totals import append_stats
@@ -173,13 +174,13 @@ class SchedulerConnector:
         plan = self.planner.plan(request)
         return self.planner.plan_prefix(request) if plan is None and request.may_record_prefix() else plan
 
-    def transfer(self, request: PlanRequest) -> Transfer:
-        """See :meth:`.Planner.transfer`."""
-        return self.planner.transfer(request)
+    def spec(self, extra_args: Mapping[str, Any] | None, n_tokens: int) -> RequestSpec:
+        """See :meth:`.Planner.spec`."""
+        return self.planner.spec(extra_args, n_tokens)
 
-    def count_found(self, mode: str, counts: Mapping[str, int]) -> None:
-        """Count what became of the pieces of a prompt in which the front end looked for segments."""
-        self.counters.count(mode, **counts)
+    def count_found(self, found: FoundSegments) -> None:
+        """Count the pieces of a prompt in which the front end looked for segments, by their outcomes."""
+        self.counters.count(found.mode, **found.counts)
 
     def admit(
         self,
@@ -259,8 +260,8 @@ class SchedulerConnector:
         return None if self._make_island_runs is None else self._make_island_runs()
 
     def limit_pass(self, request_id: str, begin: int, end: int, *, generates: bool) -> int:
-        """Return the token index, at most ``end``, at which a request's pass ends: in no island, and at no end
-        of a page with generated tokens.  ``generates``: the whole prompt is computed."""
+        """Return the token index, at most ``end``, at which a request's pass ends: in no island, and not
+        where a draft ends a page.  ``generates``: the whole prompt is computed."""
         if generates:
             end = self.generated.pass_end(request_id, begin, end)
         composed = self.admission.requests.get(request_id)

@@ -14,7 +14,7 @@ from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
 from ...primitives.learned import NONE_HERE, LearnedContext
 from ...primitives.media import Media
-from ...primitives.options import Transfer, link_of_request, spans_of_request, transfer_of_request
+from ...primitives.options import RequestLimits, RequestSpec, parse_request
 from ...primitives.pieces import cut_prompt, parse_prompt
 from ...primitives.plan import CachedSegment, PoolLimits, PromptPlan, build_plan
 from ...primitives.policies import LinkError, ModelTraits
@@ -36,7 +36,7 @@ class PlanRequest:
     ``may_record_prefix``: called only without segments; whether the prompt's prefix may become a record."""
 
     token_ids: list[int]
-    extra_args: Mapping[str, Any] | None
+    spec: RequestSpec
     salt: str | None
     lora: str | None
     media: Callable[[], Media] = tuple
@@ -62,6 +62,17 @@ class PlanningTexts:
 
 
 NO_TOKENIZER = PlanningTexts()
+
+
+def request_limits(config: HypicConfig) -> RequestLimits:
+    """Return the defaults and limits of an engine for the options of its requests."""
+    parallel = config.segment_parallel
+    return RequestLimits(
+        config.link_defaults,
+        config.segment.mode,
+        None if parallel is None else parallel.deadline_s,
+        shared_tiers(config.store),
+    )
 
 
 class Planner:
@@ -102,6 +113,7 @@ class Planner:
         self.reads_successors = reads_successors
         self.shared_tiers = tuple(shared_tiers(config.store))
         """Identities of the tiers that other engines use, too, the fastest first."""
+        self._request_limits = request_limits(config)
 
     @property
     def ids(self) -> PrimitiveIds:
@@ -129,12 +141,12 @@ class Planner:
 
         Raises ``LinkError`` or ``PromptError`` if the request asks for something impossible.
         """
-        ids, spans = request.token_ids, None
+        ids, spec, config = request.token_ids, request.spec, self._config
         marked = self.ids.contains(ids)
-        if not marked and not (spans := spans_of_request(request.extra_args, len(ids))):
+        spans = () if marked else spec.spans
+        if not marked and not spans:
             return None
-        config = self._config
-        method = link_of_request(request.extra_args, config.link_defaults)
+        method = spec.link
         if spans and not method.reuse:
             return None  # vLLM computes the request as any ordinary one
         if reason := method.refused_by(self.traits):
@@ -159,8 +171,7 @@ class Planner:
     def plan_prefix(self, request: PlanRequest) -> PromptPlan | None:
         """Plan a request without segments whose prefix the pool should cache; return ``None`` if the pool
         caches no prefixes, or this one is too short.  Changes nothing.  Raises ``LinkError``."""
-        config = self._config
-        method = link_of_request(request.extra_args, config.link_defaults)
+        config, method = self._config, request.spec.link
         if config.prefix == "stock" or not method.reuse:
             return None
         return build_prefix_plan(
@@ -188,11 +199,9 @@ class Planner:
     ) -> list[Ranges]:
         return choose_islands(interiors, query, budget, self._words())
 
-    def transfer(self, request: PlanRequest) -> Transfer:
-        """Return the request's options about other instances.  Changes nothing; raises ``LinkError``."""
-        parallel = self._config.segment_parallel
-        longest_s = None if parallel is None else parallel.deadline_s
-        return transfer_of_request(request.extra_args, longest_s=longest_s, shared=self.shared_tiers)
+    def spec(self, extra_args: Mapping[str, Any] | None, n_tokens: int) -> RequestSpec:
+        """Parse the options of a request that the front end has checked.  Raises ``LinkError``."""
+        return parse_request(extra_args, n_tokens, self._request_limits, from_client=False)
 
     def limits(self) -> PoolLimits:
         """Return the limits of a request without kept records."""

@@ -4,6 +4,7 @@ requests that are worth it are tokenised: where text counts, and where it is lit
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -96,12 +97,19 @@ def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
     planned_alike(engine(linear, by_a_head), ids, extra, salt)
 
 
+def plan_of(
+    side: SchedulerConnector, ids: Sequence[int], extra: Mapping[str, Any], salt: str | None = None
+) -> PromptPlan | None:
+    """The engine's plan of a prompt."""
+    return side.plan(PlanRequest(list(ids), side.spec(extra, len(ids)), salt, None))
+
+
 def planned_alike(
     side: SchedulerConnector, ids: list[int], extra: dict[str, Any], salt: str | None
 ) -> PromptPlan | None:
     """The plan of both, found to be the same; every warm-up prompt makes its record.  ``None``: refused."""
     try:
-        expected = side.planner.plan(PlanRequest(ids, extra, salt, None))
+        expected = plan_of(side, ids, extra, salt)
     except (LinkError, PromptError):
         expected = None
     said = described(side)
@@ -112,7 +120,7 @@ def planned_alike(
     assert planned is not None and planned.plan == expected
     assert {s.key for s in planned.segments} == {s.key for s in expected.segments}
     for segment in planned.segments:
-        warm = side.planner.plan(PlanRequest(list(segment.prompt), dict(planned.options), salt, None))
+        warm = plan_of(side, segment.prompt, planned.options, salt)
         assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
         assert planned.made_by(said, segment)
         small = dataclasses.replace(said.limits, max_request_tokens=segment.tokens - 1)
@@ -138,7 +146,7 @@ def test_token_ids_of_more_than_63_bits_are_refused(where: int, token: int) -> N
     ids[where] = token
     side = engine(linear=False)
     with pytest.raises(PromptError, match=f"token id {token}: expected at most {2**63 - 1}"):
-        side.planner.plan(PlanRequest(ids, {"hypic_link": "seam-2-2+4"}, None, None))
+        plan_of(side, ids, {"hypic_link": "seam-2-2+4"})
     assert plan_request(ids, {}, None, described(side)) is None
 
 
@@ -148,7 +156,7 @@ def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch:
     side = engine(linear=False)
     ids = [t for i in range(5) for t in (IDS.sep, *[i] * 50)] + [IDS.sep, 99]
     planned = plan_request(ids, {"hypic_link": "prompt-cache"}, None, described(side))
-    expected = side.planner.plan(PlanRequest(ids, {"hypic_link": "prompt-cache"}, None, None))
+    expected = plan_of(side, ids, {"hypic_link": "prompt-cache"})
     assert planned is not None and planned.plan == expected
     assert [len(s.prompt) for s in planned.segments] == [52, 102, 152, 202, 0]
     made = [planned.made_by(planned.description, s) for s in planned.segments]
