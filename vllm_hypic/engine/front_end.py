@@ -14,7 +14,7 @@ from ..connector.build import primitive_ids_of
 from ..connector.scheduler.planning import request_limits
 from ..pool.families import family_in
 from ..primitives.learned import NONE_HERE
-from ..primitives.options import PUSH_TO, SEGMENTS, RequestSpec, parse_request
+from ..primitives.options import PUSH_TO, SEGMENTS, RequestLimits, RequestSpec, parse_request
 from ..primitives.pieces import PromptError, require_apart, require_whole
 from ..primitives.policies import LinkError, ModelTraits
 from ..primitives.segmenter import Spans
@@ -37,12 +37,19 @@ class RequestChecker:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self.config: HypicConfig = config_of(vllm_config)
-        self._limits, self._traits = request_limits(self.config), _traits(vllm_config)
 
     @cached_property
     def primitives(self) -> PrimitiveIds:
         """Ids of the primitives; the first use loads the tokenizer."""
         return primitive_ids_of(self.vllm_config, self.config)
+
+    @cached_property
+    def _limits(self) -> RequestLimits:
+        return request_limits(self.config)
+
+    @cached_property
+    def _traits(self) -> ModelTraits:
+        return _traits(self.vllm_config)
 
     def check(self, request: EngineCoreRequest) -> RequestSpec:
         """Return the request's options.  Raises :class:`RequestRefused` unless the engine can honour the

@@ -1,4 +1,4 @@
-"""Finds segments of requests without separators in the front end, and tells the scheduler their places."""
+"""Checks requests and finds their segments in the front end, and tells the scheduler where the segments are."""
 
 from __future__ import annotations
 
@@ -8,27 +8,39 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND, Explain
+from ..config.engine import own_options
 from ..config.segmenting import SegmentingConfig
 from ..primitives.options import FOUND, FoundSegments, RequestSpec
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
 from ..primitives.token_texts import TokenTexts, special_ids
+from ..primitives.tokens import PrimitiveIds
 from .front_end import RequestChecker, reason_not_to_cut
 from .renderer import CHAT
 from .token_lengths import TokenLengths
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
 
 class SegmentFinder:
     """Finds the segments of one engine's requests, in its front end; for one thread."""
 
-    def __init__(self, checker: RequestChecker) -> None:
-        self._checker = checker
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        ours = own_options(vllm_config.kv_transfer_config) is not None
+        self._checker = RequestChecker(vllm_config) if ours else None
 
-    def find(self, request: EngineCoreRequest, spec: RequestSpec, prompt: Any) -> None:
+    def receive(self, request: EngineCoreRequest, prompt: Any) -> None:
+        """Check a request, and find its segments; see :meth:`.RequestChecker.check` and :meth:`find`.  In an
+        engine without the plugin, every request stays unchanged."""
+        if self._checker is not None:
+            self.find(request, self._checker.check(request), self._checker.primitives, prompt)
+
+    def find(
+        self, request: EngineCoreRequest, spec: RequestSpec, primitives: PrimitiveIds, prompt: Any
+    ) -> None:
         """Write the segments of a checked request into its extra arguments, as a message to the scheduler.
 
         Requests that name segments or have separators stay unchanged, as do requests for results that
@@ -39,7 +51,7 @@ class SegmentFinder:
             return
         if spec.segment_mode == "off" or not spec.link.reuse:
             return
-        command, primitives = (params.extra_args or {}).get(COMMAND), self._checker.primitives
+        command = (params.extra_args or {}).get(COMMAND)
         if not (command is None or isinstance(command, Explain)):
             return
         if primitives.contains(ids) or reason_not_to_cut(request, primitives):
@@ -56,6 +68,7 @@ class SegmentFinder:
     def _segments(self) -> PromptSegments:
         from vllm.tokenizers import cached_tokenizer_from_config
 
+        assert self._checker is not None
         tokenizer = cached_tokenizer_from_config(self._checker.vllm_config.model_config)
         return PromptSegments(Vocabulary(tokenizer), self._checker.config.segment)
 

@@ -227,11 +227,10 @@ def _chat(llm: Any, ask: Ask) -> Any:
 
 def found_segments(llm: Any, asks: Sequence[Ask]) -> list[tuple[tuple[int, int], ...]]:
     """Return the spans of the segments that the engine's front end finds in requests that name a mode."""
-    from ..engine.front_end import RequestChecker
     from ..engine.segments import SegmentFinder
     from ..primitives.options import SEGMENT
 
-    finder = SegmentFinder(RequestChecker(llm.llm_engine.vllm_config))
+    finder = SegmentFinder(llm.llm_engine.vllm_config)
     return [
         finder.found(ask.tokens, ask.extra[SEGMENT], _chat(llm, ask) if ask.parts else None).spans
         for ask in asks

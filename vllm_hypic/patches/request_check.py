@@ -22,14 +22,9 @@ def apply() -> None:
         stock: Any, self: InputProcessor, request_id: str, prompt: Any, *args: Any, **kwargs: Any
     ) -> Any:
         request = stock(self, request_id, prompt, *args, **kwargs)
-        from ..config.engine import own_options
-        from ..engine.front_end import RequestChecker
         from ..engine.segments import SegmentFinder
 
-        if own_options(self.vllm_config.kv_transfer_config) is None:
-            return request
-        if not hasattr(self, "_hypic_checker"):
-            self._hypic_checker = RequestChecker(self.vllm_config)
-            self._hypic_finder = SegmentFinder(self._hypic_checker)
-        self._hypic_finder.find(request, self._hypic_checker.check(request), prompt)
+        if not hasattr(self, "_hypic_finder"):
+            self._hypic_finder = SegmentFinder(self.vllm_config)
+        self._hypic_finder.receive(request, prompt)
         return request

@@ -57,7 +57,7 @@ class Lines:
 
     def __init__(self, side: SchedulerConnector) -> None:
         self.count, self.on = 0, True
-        for name in ("admit", "pump", "absorb", "finished", "take_unwanted"):
+        for name in ("admit", "begin_pass", "absorb", "finished", "take_unwanted"):
             self._watch(side, name)
 
     def _watch(self, side: SchedulerConnector, name: str) -> None:

@@ -20,7 +20,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_hypic.config.engine import CONNECTOR, TOKENIZER_MODE
-from vllm_hypic.engine.front_end import RequestChecker
 from vllm_hypic.engine.renderer import CHAT
 from vllm_hypic.engine.segments import SegmentFinder
 from vllm_hypic.engine.tokenizer import register_mode
@@ -90,7 +89,7 @@ class FrontEnd:
             if mode == TOKENIZER_MODE:
                 connector = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
                 config.kv_transfer_config = KVTransferConfig(**connector, kv_connector_extra_config=options)
-                self.finder = SegmentFinder(RequestChecker(config))
+                self.finder = SegmentFinder(config)
             self.renderers.append(renderer_from_config(config))
 
     def prompts(self, messages: Any, template: str = MESSAGES, **template_args: Any) -> list[Any]:
@@ -259,7 +258,7 @@ def test_short_tools_are_put_together_where_they_say(front_end: FrontEnd) -> Non
     tools = [tool(i, words=2) for i in range(40)]
     encode = front_end.renderers[0].get_tokenizer().encode
     least = max(len(encode(json.dumps(t))) for t in tools) + 10
-    front_end = FrontEnd(Path(front_end.finder._vllm_config.model_config.model), min_tokens=least)
+    front_end = FrontEnd(Path(front_end.finder._checker.vllm_config.model_config.model), min_tokens=least)
     whole = front_end.ask([QUESTION], TOOLS_BEHIND, tools=tools)
     assert 8 <= len(whole.spans) <= 20
     rng = random.Random(3)

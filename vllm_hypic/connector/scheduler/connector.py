@@ -20,13 +20,14 @@ from ...primitives.keys import Namespace, SegmentKey
 from ...primitives.options import NO_TRANSFER, FoundSegments, RequestSpec, Transfer
 from ...primitives.plan import PromptPlan
 from ...primitives.tokens import PrimitiveIds
+from ...segment_parallel.description import Description
 from ...store.totals import append_stats
 from ..metadata import HypicMetadata, WorkerReport
 from ..orders import OUTDATED, OrderQueue
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
 from .delta_records import DeltaRecords
-from .describing import Description, describe
+from .describing import describe
 from .entries import Lookup
 from .generated_prefixes import NO_DRAFTS, GeneratedPrefixes
 from .growing import GrowingDirectory
