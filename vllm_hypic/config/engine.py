@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, SkipValidation
 
-from ..primitives.context import context_text
-from ..primitives.learned import SUFFIX, LearnedContext, read_learned
+from ..primitives.context import SUFFIX, LearnedContext, context_text, read_learned
 from ..primitives.options import LinkDefaults
 from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, parse_link
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts

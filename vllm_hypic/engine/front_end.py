@@ -10,7 +10,7 @@ from ..cache_api.commands import COMMAND, is_command
 from ..cache_api.rewriting import forgotten
 from ..config.engine import config_of, own_options
 from ..pool.families import family_in
-from ..primitives.learned import NONE_HERE
+from ..primitives.context import NONE_HERE
 from ..primitives.options import (
     PUSH_TO,
     SEGMENTS,

@@ -10,9 +10,9 @@ from typing import Any
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
+from ...primitives.context import NONE_HERE, LearnedContext
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
-from ...primitives.learned import NONE_HERE, LearnedContext
 from ...primitives.media import Media
 from ...primitives.options import Transfer, link_of_request, spans_of_request, transfer_of_request
 from ...primitives.pieces import cut_prompt, parse_prompt

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 from ...primitives.options import PERMIT, TRANSFER
-from ...primitives.parts import SEGMENT_PART, is_part, parts_of
+from ...primitives.tokens import SEGMENT_PART, is_part, parts_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)
