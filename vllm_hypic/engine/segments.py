@@ -8,8 +8,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND, Explain
-from ..config.engine import HypicConfig, config_of, own_options
-from ..config.segmenting import SegmentingConfig
+from ..config.engine import HypicConfig, SegmentingConfig, config_of, own_options
 from ..connector.build import primitive_ids_of
 from ..primitives.options import FOUND, SEGMENTS, link_of_request, segment_mode_of_request
 from ..primitives.places import pattern

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_hypic.config.segmenting import SegmentingConfig
+from vllm_hypic.config.engine import SegmentingConfig
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.messages import messages_of
 from vllm_hypic.primitives.pieces import cut_prompt
