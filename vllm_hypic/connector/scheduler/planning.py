@@ -21,7 +21,7 @@ from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.prefix import build_prefix_plan
 from ...primitives.tokens import PrimitiveIds
 from ...primitives.windows import Words
-from ...store.cache_value import CacheValue
+from ...store.protocol import CacheValue
 from ...store.shared import shared_tiers
 from .directory import SegmentDirectory
 from .entries import Need
