@@ -15,7 +15,7 @@ from rich.console import Console
 from vllm_hypic.harness import report
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, size
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
 
 from .eviction_replay import Accesses, Saved, offline_greedy, replay, upper_bound
 from .eviction_shapes import SHAPES, RecordShape

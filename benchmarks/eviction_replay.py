@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
-from vllm_hypic.store.eviction.base import EvictionPolicy
+from vllm_hypic.store.eviction.policy import EvictionPolicy
+from vllm_hypic.store.protocol import CacheValue, ObjectName
 from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan
 
 from .eviction_shapes import RecordShape

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.eviction.flops import FlopModel
+from vllm_hypic.store.protocol import CacheValue
 
 LIVE_HEADS = ((64, 21 / 32), (256, 12 / 32), (1024, 3 / 32), (4096, 0.0))
 """Share of heads whose transition is not yet zero after so many tokens: measured on Mamba-style gates.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from vllm_hypic.segment_parallel.lpt import assign, check_numbers
+from vllm_hypic.segment_parallel.router.assign import assign, check_numbers
 
 STEPS = 2_000_000
 """Subsets that :func:`optimal_makespan` looks at before it gives up: some seconds."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_hypic.store.placement.base import Depths, Placement, Placer
+from vllm_hypic.store.placement.depths import Depths, Placement, Placer
 from vllm_hypic.store.placement.optimal import OptimalPlacer
 
 

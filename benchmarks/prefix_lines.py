@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_hypic.store.placement.base import Depths, Placer
+from vllm_hypic.store.placement.depths import Depths, Placer
 from vllm_hypic.store.placement.optimal import OptimalPlacer
 from vllm_hypic.store.placement.planner import CheckpointPlanner
 

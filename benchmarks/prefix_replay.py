@@ -14,8 +14,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_hypic.store.cache_value import CacheValue
 from vllm_hypic.store.eviction.ranking import Ranking, grade
+from vllm_hypic.store.protocol import CacheValue
 
 from .eviction_replay import Saved
 from .eviction_shapes import RecordShape

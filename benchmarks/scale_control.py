@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from vllm_hypic.harness.report import seconds, table
-from vllm_hypic.segment_parallel.lpt import assign
+from vllm_hypic.segment_parallel.router.assign import assign
 
 WORKERS, SEGMENTS, TOKENS = 64, 32, 1900
 NAMES = 1_000_000

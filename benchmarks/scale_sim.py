@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from vllm_hypic.segment_parallel.lpt import assign
+from vllm_hypic.segment_parallel.router.assign import assign
 
 from .makespan import lower_bound, optimal_makespan
 from .scale_model import Costs, Piece, Request

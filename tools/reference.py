@@ -26,11 +26,9 @@ from reference_routes import routes_page
 from reference_text import said, table
 
 from vllm_hypic.cli import main as cli
-from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.config.gate import GateConfig
+from vllm_hypic.config.engine import GateConfig, HypicConfig, SegmentingConfig
 from vllm_hypic.config.schema import Allowed, Form, plain
 from vllm_hypic.config.segment_parallel import SegmentParallelConfig
-from vllm_hypic.config.segmenting import SegmentingConfig
 from vllm_hypic.config.store import TIERS, StoreConfig, TierConfig
 from vllm_hypic.connector import metrics as of_engine
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts

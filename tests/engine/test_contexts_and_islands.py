@@ -227,7 +227,7 @@ LEARNED = {"hypic_context": "learned"}
 def write_kv(model: str, ids: Sequence[int], tokens: Sequence[int], path: str) -> None:
     """A file with K and V of ``ids`` for the weights of ``model``."""
     from vllm_hypic.fingerprint import weights_digest
-    from vllm_hypic.primitives.learned import write_learned
+    from vllm_hypic.primitives.context import write_learned
     from vllm_hypic.tune.dense import Dense
 
     dense = Dense(model, torch.float32)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..primitives.parts import SEGMENT_PART
+from ..primitives.tokens import SEGMENT_PART
 from .forms import id_form
 
 Role = Literal["leading", "interior"]

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..primitives.parts import MARKER_PARTS, PART_TYPES, is_part
-from ..primitives.tokens import Marker, PrimitiveTexts
+from ..primitives.tokens import MARKER_PARTS, PART_TYPES, Marker, PrimitiveTexts, is_part
 from .answers import Place
 from .commands import Content
 from .forms import ID_FORM, Seal, id_form

@@ -14,7 +14,7 @@ from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 
-from ..primitives.parts import PART_TYPES
+from ..primitives.tokens import PART_TYPES
 from .commands import Content, Failure
 from .control import CommandFailed, Control
 from .expand import PATHS, MisplacedId, expand, ids_in, rewriting, shown

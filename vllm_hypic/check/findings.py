@@ -34,8 +34,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ..backends.attach import READS_OTHERS, attention_kind, cache_owner, layer_refusal
 from ..backends.linear.base import LinearLayer
-from ..config.engine import SECTION, HypicConfig
-from ..config.gate import GateConfig
+from ..config.engine import SECTION, GateConfig, HypicConfig
 from ..engine.worker import HypicWorker
 from ..errors import ConfigError
 from ..pool.geometry import (

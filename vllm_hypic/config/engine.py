@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator, SkipValidation
+from pydantic import AfterValidator, Field, PlainValidator, SkipValidation, StrictBool
 
-from ..primitives.context import context_text
-from ..primitives.learned import SUFFIX, LearnedContext, read_learned
+from ..primitives.context import SUFFIX, LearnedContext, context_text, read_learned
 from ..primitives.options import LinkDefaults
+from ..primitives.places import pattern
 from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, parse_link
+from ..primitives.segmenter import SegmentMode
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
-from .gate import GateConfig
-from .schema import Allowed, ConfigSection, Form, Natural, Number, Positive, options
+from .schema import Allowed, ConfigSection, Form, Natural, Number, PathText, Positive, Text, options
 from .segment_parallel import SegmentParallelConfig
-from .segmenting import SegmentingConfig
 from .store import StoreConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+
 
 SECTION = "hypic"
 """Key of our options inside ``--additional-config``."""
@@ -50,6 +50,61 @@ def _ids(given: Any) -> PrimitiveIds:
         return given if isinstance(given, PrimitiveIds) else PrimitiveIds(**given)
     except TypeError as e:
         raise ValueError(f"token_texts / token_ids: {e}") from e
+
+
+@options
+class GateConfig(ConfigSection):
+    """The section ``gate`` of :class:`HypicConfig`: what a server asks of the gate when it starts."""
+
+    section = "gate"
+
+    require: Annotated[Literal["off", "warn", "go"], Allowed()] = "warn"
+    """``warn`` logs one line when the model has no sign-off, or a sign-off that is no go; ``go`` refuses to
+    serve such a model; ``off`` does not look for a sign-off."""
+    folder: PathText | None = None
+    """Folder of sign-offs; with ``null`` the folder that ``vllm-hypic gate`` writes to by default."""
+    choose: Annotated[StrictBool, Allowed("true or false")] = False
+    """Serve with the cheapest context and islands signed off as go, not with ``context`` and ``islands``."""
+
+
+def _known_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for name in patterns:
+        try:
+            pattern(name)
+        except ValueError as e:
+            raise ValueError(f"segment.patterns: {e}") from e
+    return patterns
+
+
+@options
+class SegmentingConfig(ConfigSection):
+    """The section ``segment`` of :class:`HypicConfig`: where prompts without separators are cut."""
+
+    section = "segment"
+
+    mode: Annotated[SegmentMode, Allowed()] = "off"
+    """``structure`` cuts a chat request at tools, documents and parts of messages, and other prompts as
+    ``text`` does; ``text`` cuts where ``patterns`` match; ``cdc`` cuts at ends of lines and sentences that
+    the text itself determines; ``off`` cuts at separators alone."""
+    patterns: Annotated[
+        tuple[Text, ...], AfterValidator(_known_patterns), Form("a list of names or patterns")
+    ] = (*("documents", "json-lines", "rules", "titles", "indents", "blank-lines"),)
+    """Cuts of the mode ``text``, in order of preference: names of presets, or patterns of RE2. A group
+    named ``segment`` is a segment; any other pattern cuts at its first group that matches, or else behind the
+    match."""
+    min_tokens: Positive = 128
+    """A shorter piece is computed in the stream."""
+    mean_tokens: Positive = 2048
+    """Mean length of the pieces of the mode ``cdc``. Two cuts are more than half of this length apart."""
+    query_tokens: Natural = 128
+    """Tokens at the end of the last message in which the question is looked for. A piece that lies mostly in
+    these tokens is computed in the stream. With 0 the end of the message is a piece like any other, except
+    its last word."""
+    newest_tokens: Natural = 512
+    """The user's last message, and each later message, stays in the stream up to this length, so the end of a
+    request is exact. A longer message is cut."""
+    max_segments: Positive = 256
+    """Most segments of one prompt; the rest of the prompt is computed in the stream."""
 
 
 @options

@@ -21,8 +21,7 @@ from ..pool.copy.base import RecordMover
 from ..pool.geometry import PoolGeometry, pool_geometry, quantised_dtype
 from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
-from ..primitives.context import context_tokens
-from ..primitives.learned import LearnedContext
+from ..primitives.context import LearnedContext, context_tokens
 from ..primitives.token_texts import TokenTexts, special_ids
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..primitives.windows import Words

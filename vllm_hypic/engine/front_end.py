@@ -13,7 +13,7 @@ from ..config.engine import HypicConfig, config_of
 from ..connector.build import primitive_ids_of
 from ..connector.scheduler.planning import request_limits
 from ..pool.families import family_in
-from ..primitives.learned import NONE_HERE
+from ..primitives.context import NONE_HERE
 from ..primitives.options import PUSH_TO, SEGMENTS, RequestLimits, RequestSpec, parse_request
 from ..primitives.pieces import PromptError, require_apart, require_whole
 from ..primitives.policies import LinkError, ModelTraits

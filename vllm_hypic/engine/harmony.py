@@ -16,9 +16,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.parser.harmony_utils import auto_drop_analysis_messages, get_encoding
 
 from ..cache_api.rewriting import current
-from ..primitives.parts import parts_of
 from ..primitives.structure import Chat
-from ..primitives.tokens import Marker
+from ..primitives.tokens import Marker, parts_of
 from .front_end import RequestRefused
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Checks requests and finds their segments in the front end, and tells the scheduler where the segments are."""
+"""Checks requests and finds their segments in the front end, and tells the scheduler their places."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..cache_api.commands import COMMAND, Explain
-from ..config.engine import own_options
-from ..config.segmenting import SegmentingConfig
+from ..config.engine import SegmentingConfig, own_options
 from ..primitives.options import FOUND, FoundSegments, RequestSpec
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from ..primitives.keys import Namespace, SegmentKey
-from ..store.cache_value import ObjectName, object_name
-from ..store.protocol import Reader, Verdict
+from ..store.protocol import ObjectName, Reader, Verdict, object_name
 from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
 from .copy.base import RecordMover
 from .incoming import IncomingRecord

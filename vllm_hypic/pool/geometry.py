@@ -16,8 +16,8 @@ import torch
 
 from ..errors import ConfigError
 from .families import family_of
+from .paged_states import least_pages
 from .plans import Space
-from .state_layout import least_pages
 from .states import TRANSITION_DTYPE, StateGeometry
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from .tensors import DevicePool
 from .upload import send, upload
 
 if TYPE_CHECKING:
-    from ..primitives.learned import LearnedContext
+    from ..primitives.context import LearnedContext
     from .codec import RankPart
 
 

@@ -1,4 +1,4 @@
-"""Keep the S of records in float16, which takes half the bytes of float32.
+"""Records of which operators get copies; with S in float16, they take half the bytes of float32.
 
 Each head of S, or each channel in layers without heads, has float16 numbers times its own power of two,
 ``2^exponent``.  The power puts the head's largest entry between 2^14 and 2^15.  No state is too large for
@@ -11,17 +11,18 @@ The pass captures into such a pool, too, and copies its captures from there into
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .copied import CopiedRecords
 from .states import EXPONENT_DTYPE, NARROW_STATE_DTYPE, STATE_DTYPE
 
 if TYPE_CHECKING:
     from .tensors import StateRecords
+
 
 _TOP = 15
 """A head's largest entry is below 2 to this power, as float16 ends at 2^16."""
@@ -29,6 +30,22 @@ _LEAST = -126
 """Exponent of the smallest normal power of two in float32."""
 _SHARED = "transitions"
 """Name of the only tensor of records that is not indexed by slot: slots name their blocks in it."""
+
+
+class CopiedRecords(ABC):
+    """Records of which operators get copies, numbered from 0.  The class copies captured records back."""
+
+    @abstractmethod
+    def read(self, slots: torch.Tensor) -> StateRecords:
+        """Copy the records of ``slots [n]`` int64, in this order, into the form that operators read."""
+
+    @abstractmethod
+    def room(self, slots: torch.Tensor) -> StateRecords:
+        """Return records as :meth:`read` does, but with an undefined S, into which operators capture."""
+
+    @abstractmethod
+    def write(self, slots: torch.Tensor, captured: StateRecords, numbers: torch.Tensor) -> None:
+        """Copy records ``numbers [n]`` int64 of ``captured`` into ``slots [n]`` int64."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from .decoding import Decoding
 from .plans import CapturePlan, StreamPlan
-from .shared import Shared
+from .runtime import Shared
 from .upload import upload
 
 

@@ -109,10 +109,6 @@ class CachedSegment:
         """The index of the interior's end: the record holds no later tokens."""
         return len(self.tokens) - self.tail
 
-    def public_offsets(self) -> list[int]:
-        """Return the offsets from ``start`` of all tokens that the request reads from the record."""
-        return [offset for part in self.parts for offset in self.offsets_of(part)]
-
     def offsets_of(self, part: Part) -> range | tuple[int, ...]:
         """Return the offsets from ``start`` of the part's tokens."""
         if self.offsets is None:

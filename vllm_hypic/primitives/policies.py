@@ -57,14 +57,13 @@ class ModelTraits:
 
 @dataclass(frozen=True)
 class Islands:
-    """Windows inside segments that are recomputed with full context, the best by ``chosen_by`` first.
+    """Windows inside segments that are recomputed with full context, the best for the query first.
 
     ``percent``: limit on their share of the tokens that records would serve.  ``tokens``: a larger limit for
     short prompts, up to :data:`MAX_ISLAND_PERCENT`.  A question's subject takes as many windows in a short
     prompt as in a long prompt.
     """
 
-    chosen_by: str
     percent: int
     tokens: int = 0
 
@@ -143,15 +142,15 @@ def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str 
 def _parse_islands(islands: str) -> Islands | None:
     if islands == "none":
         return None
-    found = re.fullmatch(r"(query)-(\d{1,3})(?:-(\d{1,5}))?", islands) if isinstance(islands, str) else None
+    found = re.fullmatch(r"query-(\d{1,3})(?:-(\d{1,5}))?", islands) if isinstance(islands, str) else None
     if found is None:
         raise LinkError(f"hypic_islands={islands!r}: expected one of {', '.join(ISLANDS)}")
-    percent, tokens = int(found.group(2)), int(found.group(3) or 0)
+    percent, tokens = int(found.group(1)), int(found.group(2) or 0)
     if not 1 <= percent <= MAX_ISLAND_PERCENT:
         raise LinkError(f"hypic_islands={islands!r}: expected 1 <= percent <= {MAX_ISLAND_PERCENT}")
     if tokens > MAX_ISLAND_TOKENS:
         raise LinkError(f"hypic_islands={islands!r}: expected tokens <= {MAX_ISLAND_TOKENS}")
-    return Islands(found.group(1), percent, tokens)
+    return Islands(percent, tokens)
 
 
 def _parse_seams(name: str, seam_tokens: int) -> LinkMethod:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple, get_args
 
-from .chunks import local_minima
 from .messages import messages_of, newest_of
-from .places import CutPoint, Marks, Pattern, before_question, ends, marked, matches
+from .places import CutPoint, Marks, Pattern, before_question, ends, local_minima, marked, matches
 from .structure import Block, Kind, Structure
 
 SegmentMode = Literal["off", "structure", "text", "cdc"]

@@ -24,7 +24,7 @@ METADATA_BYTES: Final = 16384
 
 _NAME_PATTERN: Final = r"\A[0-9a-f.-]+\Z"
 Name = Annotated[str, Meta(min_length=1, max_length=96, pattern=_NAME_PATTERN)]
-"""A :data:`~vllm_hypic.store.cache_value.ObjectName`."""
+"""A :data:`~vllm_hypic.store.protocol.ObjectName`."""
 Text = Annotated[str, Meta(max_length=256)]
 Size = Annotated[int, Meta(ge=1, le=1 << 48)]
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from .cache_value import CacheValue, ObjectName
 from .executor import Clock, Dropped, Failed, IoTask, Refused, TimedOut, WatchdogExecutor
-from .protocol import TierStats
+from .protocol import CacheValue, ObjectName, TierStats
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
 from .tiers.base import Tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,8 @@ from ..config.store import (
     TierConfig,
 )
 from ..errors import ConfigError
-from .cache_value import CacheValue
-from .eviction import make_policy
-from .password import password_of
+from .eviction.policy import make_policy
+from .protocol import CacheValue
 from .record import PEEK_BYTES, Fault, aligned_buffer, peek_value
 from .settings import StoreSettings
 from .tiered import TieredStore
@@ -96,3 +96,27 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
 def _value_of_record(data: memoryview) -> CacheValue | None:
     peeked = peek_value(bytes(data[:PEEK_BYTES]))
     return None if isinstance(peeked, Fault) else peeked[2]
+
+
+def password_of(tier: RedisConfig) -> str | None:
+    """Return the tier's password, or ``None`` if the tier has none.
+
+    The password comes from a file or the environment, where neither ``ps`` nor logs show it.  Raises
+    ``ValueError`` with the name of a file or variable without a password; no message shows the content of
+    either."""
+    if tier.password_file is not None:
+        where = f"password_file={tier.password_file!r}"
+        try:
+            found = Path(tier.password_file).read_text().strip()
+        except OSError as e:
+            raise ValueError(f"{where}: cannot be read: {e.strerror}") from e
+        except UnicodeDecodeError:
+            raise ValueError(f"{where}: expected text in UTF-8") from None
+    elif tier.password_env is not None:
+        where = f"password_env={tier.password_env!r}"
+        found = os.environ.get(tier.password_env, "")
+    else:
+        return None
+    if not found:
+        raise ValueError(f"{where}: expected a password, found nothing")
+    return found

@@ -1,12 +1,36 @@
-"""Types that the store and its callers exchange."""
+"""Types that the store and its callers exchange: names and cache values of objects, requests and answers.
+
+A cache value is the FLOPs that a hit saves, and the bytes that the object takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NewType
 
-from .cache_value import CacheValue, ObjectName
+ObjectName = NewType("ObjectName", str)
+"""The name of one object in a tier: a segment key (64 hex digits) and ``.<rank>-<world>``.  The name has
+at most 96 characters of ``[0-9a-f.-]``, so that a file can have it."""
+
+
+def object_name(key: str, rank: int = 0, world: int = 1) -> ObjectName:
+    """Return the name of one rank's record in the tiers: every rank stores its own heads."""
+    return ObjectName(f"{key}.{rank}-{world}")
+
+
+@dataclass(frozen=True)
+class CacheValue:
+    """The ``tokens`` and ``flops`` of the prefill that a hit saves, and the ``nbytes`` of the record."""
+
+    tokens: int
+    flops: float
+    nbytes: int
+
+    @property
+    def flops_per_byte(self) -> float:
+        return self.flops / max(1, self.nbytes)
 
 
 class Verdict(Enum):

@@ -17,8 +17,7 @@ from enum import Enum
 
 import numpy as np
 
-from .cache_value import CacheValue
-from .protocol import Verdict
+from .protocol import CacheValue, Verdict
 
 VERSION = 1
 ALIGNMENT = 64
@@ -101,7 +100,7 @@ class RecordHeader:
     """A record's description of itself.
 
     ``namespace`` and ``key`` are SHA-256 digests in hex.  ``columns`` counts the tokens with K and V.
-    ``value_tokens`` and ``value_flops`` are the saving of a hit (see :class:`~.cache_value.CacheValue`).
+    ``value_tokens`` and ``value_flops`` are the saving of a hit (see :class:`~.protocol.CacheValue`).
     ``base``: key of the record that holds the K and V of the first ``first`` columns; empty without a base.
     """
 

@@ -18,9 +18,8 @@ from functools import partial
 from typing import Any
 
 from .async_tier import AsyncTier, Item
-from .cache_value import CacheValue, ObjectName
 from .executor import Clock
-from .protocol import Fetched, LookupResult, Reader, Reservation, StoreStats, Verdict
+from .protocol import CacheValue, Fetched, LookupResult, ObjectName, Reader, Reservation, StoreStats, Verdict
 from .settings import StoreSettings
 from .tasks import Task, Unavailable
 from .tiers.base import Tier

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .async_tier import AsyncTier, Item
-from .cache_value import CacheValue, ObjectName
 from .executor import Clock, IoTask, WatchdogExecutor
-from .protocol import Reservation, TierStats
+from .protocol import CacheValue, ObjectName, Reservation, TierStats
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config.segmenting import SegmentingConfig
+from ..config.engine import SegmentingConfig
 from ..engine.renderer import CHAT
 from ..engine.segments import PromptSegments, Vocabulary
 from ..primitives.pieces import ParsedPrompt, cut_prompt, parse_prompt

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..harness import report
-from ..primitives.learned import SUFFIX, write_learned
+from ..primitives.context import SUFFIX, write_learned
 
 if TYPE_CHECKING:
     from .training import Measured, Training

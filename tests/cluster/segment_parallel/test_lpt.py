@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.makespan import lower_bound, makespan, optimal_makespan
-from vllm_hypic.segment_parallel.lpt import assign
+from vllm_hypic.segment_parallel.router.assign import assign
 
 any_costs = st.lists(st.floats(0, 1e6) | st.integers(0, 10**6), max_size=14)
 

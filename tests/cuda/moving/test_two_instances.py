@@ -26,7 +26,7 @@ from vllm_hypic.primitives.keys import SegmentKey
 from vllm_hypic.segment_parallel.notifier import tell_stored
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.sender import Sender
-from vllm_hypic.store.eviction import make_policy
+from vllm_hypic.store.eviction.policy import make_policy
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier

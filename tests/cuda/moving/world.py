@@ -41,7 +41,7 @@ from vllm_hypic.pool.transition_blocks import NO_BLOCK
 from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.store.eviction import make_policy
+from vllm_hypic.store.eviction.policy import make_policy
 from vllm_hypic.store.executor import WatchdogExecutor
 from vllm_hypic.store.record import Fault, aligned_buffer, peek_value, record_nbytes, seal_record
 from vllm_hypic.store.settings import StoreSettings

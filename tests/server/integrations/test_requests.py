@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from vllm_hypic.config.segmenting import SegmentingConfig
+from vllm_hypic.config.engine import SegmentingConfig
 from vllm_hypic.engine.segments import segmenter_of
 from vllm_hypic.primitives.token_texts import TokenTexts
 

@@ -15,9 +15,9 @@ from benchmarks.eviction_replay import Accesses, Saved, offline_greedy, replay, 
 from benchmarks.eviction_shapes import SHAPES
 from benchmarks.eviction_traces import KINDS, Request, Segment, generate, load, save
 from benchmarks.trace import TraceError
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
+from vllm_hypic.store.protocol import CacheValue, ObjectName
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -141,7 +141,7 @@ def test_streams_are_those_of_the_plugin() -> None:
     assert list(plan.positions) == PROMPT.positions().tolist() == list(plan.stream)
     operations = PROMPT.operations()
     assert [s.compose_at for s in plan.segments] == [op.first + op.tokens for op in operations[:-1]]
-    columns = [s.start + offset for s in plan.segments for offset in s.public_offsets()]
+    columns = [s.start + offset for s in plan.segments for part in s.parts for offset in s.offsets_of(part)]
     assert columns == PROMPT.kv_positions().tolist()
     assert operations[-1].first + operations[-1].tokens == len(plan.stream)
 

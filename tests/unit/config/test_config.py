@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW
-from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.config.gate import GateConfig
+from vllm_hypic.config.engine import GateConfig, HypicConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 

@@ -19,7 +19,7 @@ from vllm_hypic.primitives.keys import Namespace, Role, SegmentKey
 from vllm_hypic.primitives.options import Transfer
 from vllm_hypic.primitives.plan import CachedSegment, PromptPlan
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.store.eviction import PolicyName
+from vllm_hypic.store.eviction.policy import PolicyName
 
 from .simulated_worker import PAGE, Content, Worker
 from .turns import Turns

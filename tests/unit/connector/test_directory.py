@@ -11,7 +11,7 @@ from vllm_hypic.connector.scheduler.directory import SegmentDirectory
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.eviction import PolicyName, make_policy
+from vllm_hypic.store.eviction.policy import PolicyName, make_policy
 
 PAGES, SLOTS, PAGE_TOKENS, BLOCKS = 12, 5, 4, 10
 NEEDS = {

@@ -21,7 +21,7 @@ from vllm_hypic.primitives.plan import CachedSegment, PoolLimits, PromptPlan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.prefix import build_prefix_plan
 from vllm_hypic.primitives.tokens import PrimitiveIds
-from vllm_hypic.store.cache_value import CacheValue
+from vllm_hypic.store.protocol import CacheValue
 
 from .simulated_worker import PAGE
 from .vocabulary import geometry

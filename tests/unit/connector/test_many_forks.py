@@ -13,7 +13,8 @@ import pytest
 
 from vllm_hypic.connector.scheduler import delta_records, directory, placement, retention, reuse_estimator
 from vllm_hypic.connector.scheduler.connector import SchedulerConnector
-from vllm_hypic.store.eviction import PolicyName, flop_aware
+from vllm_hypic.store.eviction import flop_aware
+from vllm_hypic.store.eviction.policy import PolicyName
 
 from .simulated_worker import PAGE
 from .simulation import CLOCKED, Clock, Engine, Prompt

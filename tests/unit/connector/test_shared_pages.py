@@ -10,7 +10,7 @@ from vllm_hypic.connector.scheduler.directory import SegmentDirectory
 from vllm_hypic.connector.scheduler.entries import Entry, Lookup, Need
 from vllm_hypic.pool.plans import Space
 from vllm_hypic.primitives.keys import SegmentKey
-from vllm_hypic.store.eviction import make_policy
+from vllm_hypic.store.eviction.policy import make_policy
 
 from .simulation import Clock, Engine, Prompt
 from .vocabulary import FORKS, HEADS, Vocabulary, geometry

@@ -22,7 +22,7 @@ from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace, StoredBase
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
-from vllm_hypic.store.cache_value import CacheValue, object_name
+from vllm_hypic.store.protocol import CacheValue, object_name
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError, TierFull

@@ -17,8 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vllm_hypic.cli import main
-from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.config.gate import GateConfig
+from vllm_hypic.config.engine import GateConfig, HypicConfig
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.command import Exit, gate

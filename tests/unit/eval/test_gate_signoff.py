@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.config.segmenting import SegmentingConfig
+from vllm_hypic.config.engine import HypicConfig, SegmentingConfig
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.eval.gate import startup
 from vllm_hypic.eval.gate.criteria import Limits, judge

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_hypic.pool.large_pages import LARGE, zeros
+from vllm_hypic.pool.tensors import LARGE, zeros
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.learned import LearnedRows
 from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.tensors import DevicePool, quantised
-from vllm_hypic.primitives.learned import LearnedContext, read_learned, write_learned
+from vllm_hypic.primitives.context import LearnedContext, read_learned, write_learned
 
 LAYERS, TOKENS, HEADS, SIZE = 12, 5, 4, 16
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from vllm_hypic.pool import states
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, LatentGeometry, PoolGeometry
 from vllm_hypic.pool.narrow_states import NarrowRecords, narrowed, widened
-from vllm_hypic.pool.paged_states import PagedRecords
-from vllm_hypic.pool.state_layout import layout, least_pages
+from vllm_hypic.pool.paged_states import PagedRecords, layout, least_pages
 from vllm_hypic.pool.tensors import DevicePool, KeptRecords, LinearRecords
 
 CPU = torch.device("cpu")

@@ -63,7 +63,9 @@ def test_images_are_found_between_primitives() -> None:
 
 def whole(plan: PromptPlan) -> None:
     """Every image is in the stream or in one record, as a whole."""
-    records = [set(s.start + offset for offset in s.public_offsets()) for s in plan.segments]
+    records = [
+        set(s.start + offset for part in s.parts for offset in s.offsets_of(part)) for s in plan.segments
+    ]
     for medium in plan.media:
         tokens = set(range(medium.start, medium.stop))
         assert any(tokens <= found for found in (*records, set(plan.positions)))

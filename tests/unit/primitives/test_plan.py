@@ -47,6 +47,11 @@ def asked_for(
     return found
 
 
+def public_offsets(segment: CachedSegment) -> list[int]:
+    """Offsets from its start of all tokens that the request reads from the record."""
+    return [offset for part in segment.parts for offset in segment.offsets_of(part)]
+
+
 def run(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
@@ -62,7 +67,7 @@ def test_stream_of_two_documents_and_a_query() -> None:
     assert [(s.head, s.tail) for s in plan.segments] == [(0, 0), (2, 2), (2, 2)]
     assert [s.start for s in plan.segments] == [0, 5, 13]
     assert [list(s.tokens) for s in (lead, one, two)] == [run(0, 5), run(10, 8), run(20, 7)]
-    assert one.public_offsets() == [2, 3, 4, 5]
+    assert public_offsets(one) == [2, 3, 4, 5]
     assert plan.n_logical == 23 and [s.columns for s in plan.segments] == [5, 4, 3]
     assert not plan.warm_only and plan.salt is not None
 
@@ -116,7 +121,7 @@ def test_nothing_but_primitives_is_an_error(tokens: list[int]) -> None:
 def test_padding_occupies_positions_and_nothing_else() -> None:
     plan = plan_of(tokens_of("|abc__def|_q"))
     (segment,) = plan.segments
-    assert segment.offsets == (0, 1, 2, 5, 6, 7) and segment.public_offsets() == [2, 5]
+    assert segment.offsets == (0, 1, 2, 5, 6, 7) and public_offsets(segment) == [2, 5]
     assert plan.n_logical == 10
     without = plan_of(tokens_of("|abcdef|q"))
     assert without.segments[0].key != segment.key, "padding inside changes the record"
@@ -263,7 +268,7 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
     found = list(zip(plan.positions, plan.stream, strict=True))
     for s in plan.segments:
         read = [t for p in s.parts for t in s.tokens[p.first : p.stop]]
-        found += [(s.start + o, t) for o, t in zip(s.public_offsets(), read, strict=True)]
+        found += [(s.start + o, t) for o, t in zip(public_offsets(s), read, strict=True)]
         assert s.columns >= minimum and s.reused == len(read)
     assert sorted(found) == sorted(logical.items())
     assert plan.n_logical == len(placed)
@@ -303,7 +308,7 @@ def test_a_leading_segments_last_token_is_computed_where_its_successor_is_read()
     assert plan.stream == (4, *ordinary.stream) and plan.positions == (4, *ordinary.positions)
     (lead, one), (whole, other) = plan.segments, ordinary.segments
     assert (lead.columns, lead.tokens, lead.span) == (4, whole.tokens, whole.span) and lead.key != whole.key
-    assert lead.public_offsets() == [0, 1, 2, 3] and plan.prompt() == ordinary.prompt()
+    assert public_offsets(lead) == [0, 1, 2, 3] and plan.prompt() == ordinary.prompt()
     assert one.key == other.key, "a seam is behind it"
     another = plan_of([*run(0, 4), 77, *prompt[5:]], reads_successors=True).segments[0]
     assert another.key != lead.key, "the record's last row has read its last token"
@@ -320,7 +325,7 @@ def test_a_leading_segments_end_is_no_part_of_its_least_length() -> None:
     plan = plan_of([*run(0, 4), PAD, 5, PDEP, 50, SEP, 7], reads_successors=True)
     (lead,) = plan.segments
     assert plan.stream == (5, 50, 7) and plan.positions == (5, 6, 7)
-    assert lead.tokens == (0, 1, 2, 3, 5) and lead.public_offsets() == [0, 1, 2, 3]
+    assert lead.tokens == (0, 1, 2, 3, 5) and public_offsets(lead) == [0, 1, 2, 3]
 
 
 def test_a_leading_segment_that_ends_in_an_image_is_served_as_a_whole() -> None:

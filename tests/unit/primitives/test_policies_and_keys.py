@@ -84,16 +84,16 @@ def test_what_is_no_method_is_refused(arguments: tuple[Any, ...], said: str) -> 
 
 def test_contexts_and_islands_belong_to_the_method() -> None:
     method = parse_link("hypic", 8, "text", "query-10")
-    assert (method.context, method.islands) == ("text", Islands("query", 10))
-    assert parse_link("hypic", 8, "text", "query-10-96").islands == Islands("query", 10, 96)
+    assert (method.context, method.islands) == ("text", Islands(10))
+    assert parse_link("hypic", 8, "text", "query-10-96").islands == Islands(10, 96)
     assert parse_link("hypic", 8).context == "none" and parse_link("hypic", 8).islands is None
     assert parse_link("full", 8, "text", "query-10") == parse_link("full", 8)
 
 
 def test_a_short_prompt_has_as_many_windows_as_a_long_one() -> None:
     served = (0, 100, 192, 500, 640, 2000)
-    assert [Islands("query", 15, 96).budget(n) for n in served] == [0, 50, 96, 96, 96, 300]
-    assert [Islands("query", 15).budget(n) for n in served] == [0, 15, 28, 75, 96, 300]
+    assert [Islands(15, 96).budget(n) for n in served] == [0, 50, 96, 96, 96, 300]
+    assert [Islands(15).budget(n) for n in served] == [0, 15, 28, 75, 96, 300]
 
 
 @pytest.mark.parametrize("name", ["hypic", "block", "full", "epic-0", "epic-8"])

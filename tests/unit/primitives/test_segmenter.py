@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_hypic.config.segmenting import SegmentingConfig
-from vllm_hypic.primitives.chunks import local_minima
+from vllm_hypic.config.engine import SegmentingConfig
 from vllm_hypic.primitives.keys import Namespace
 from vllm_hypic.primitives.messages import messages_of
 from vllm_hypic.primitives.pieces import cut_prompt
-from vllm_hypic.primitives.places import CutPoint, pattern
+from vllm_hypic.primitives.places import CutPoint, local_minima, pattern
 from vllm_hypic.primitives.plan import PoolLimits, build_plan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.segmenter import Segmenter

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
+from vllm_hypic.store.protocol import CacheValue, ObjectName, object_name
 from vllm_hypic.store.tiers.base import Held, TierError, TierFull
 
 PATIENCE_S = 30.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.disk import DiskTier

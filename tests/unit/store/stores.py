@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.protocol import Fetched, Verdict
+from vllm_hypic.store.protocol import CacheValue, Fetched, Verdict
 from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, Hang, name, wait_for

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from vllm_hypic.store.async_tier import AsyncTier, Item
-from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.protocol import ObjectName
+from vllm_hypic.store.protocol import CacheValue, ObjectName
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tasks import Future
 from vllm_hypic.store.tiers.base import TierError

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
+from vllm_hypic.store.protocol import CacheValue, ObjectName
 from vllm_hypic.store.tiers.base import Held
 from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Counts, Plan, Refusal
 

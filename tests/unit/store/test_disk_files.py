@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_hypic.store.cache_value import ObjectName
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
+from vllm_hypic.store.protocol import ObjectName
 from vllm_hypic.store.tiers import disk_files
 from vllm_hypic.store.tiers.base import TierError, TierFull
 from vllm_hypic.store.tiers.disk import DiskTier
@@ -194,7 +194,7 @@ def test_many_objects(on_disk):
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
 from vllm_hypic.store.tiers.disk import DiskTier
 from tests.unit.store.tier_contract import put
 tier = DiskTier("disk", Path(sys.argv[1]), 1 << 30, LruPolicy(), durable=True)

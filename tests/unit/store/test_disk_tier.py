@@ -13,8 +13,7 @@ import pytest
 
 from vllm_hypic.config.store import StoreConfig
 from vllm_hypic.store.build import build_store
-from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import CacheValue, ObjectName, Verdict, object_name
 from vllm_hypic.store.record import Expected, Fault, Section, SectionLimit, open_record
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import Tier, TierFull

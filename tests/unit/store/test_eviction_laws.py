@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
-from vllm_hypic.store.eviction import make_policy
-from vllm_hypic.store.eviction.base import EvictionPolicy
 from vllm_hypic.store.eviction.flop_aware import GHOSTS_PER_HELD, LEAST_GHOSTS, FlopAwarePolicy
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import EvictionPolicy, LruPolicy, make_policy
 from vllm_hypic.store.eviction.ranking import Ranking
+from vllm_hypic.store.protocol import CacheValue, ObjectName
 from vllm_hypic.store.tiers.capacity_index import CapacityIndex, Plan, Refusal
 
 UNIT = CacheValue(1, 1.0, 1)

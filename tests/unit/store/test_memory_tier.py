@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vllm_hypic.store.eviction.lru import LruPolicy
+from vllm_hypic.store.eviction.policy import LruPolicy
 from vllm_hypic.store.tiers.base import Tier, TierError
 from vllm_hypic.store.tiers.memory import MemoryTier
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.placers import PLACERS
-from vllm_hypic.store.placement.base import Depths
-from vllm_hypic.store.placement.histogram import DepthHistogram
+from vllm_hypic.store.placement.depths import DepthHistogram, Depths
 from vllm_hypic.store.placement.optimal import OptimalPlacer
 from vllm_hypic.store.placement.planner import CheckpointPlanner
 

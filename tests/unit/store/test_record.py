@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_hypic.store.cache_value import CacheValue
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import CacheValue, Verdict
 from vllm_hypic.store.record import (
     ALIGNMENT,
     NAMESPACE_BYTES,

@@ -12,9 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
 from vllm_hypic.store.executor import WatchdogExecutor
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import CacheValue, ObjectName, Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError

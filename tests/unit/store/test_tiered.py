@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName
-from vllm_hypic.store.eviction import make_policy
-from vllm_hypic.store.protocol import LookupResult, Verdict
+from vllm_hypic.store.eviction.policy import make_policy
+from vllm_hypic.store.protocol import CacheValue, LookupResult, ObjectName, Verdict
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.memory import MemoryTier

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_hypic.store.cache_value import CacheValue, ObjectName, object_name
+from vllm_hypic.store.protocol import CacheValue, ObjectName, object_name
 from vllm_hypic.store.tiers.base import Held, Tier, TierError, TierFull
 
 SIZES = [1, 63, 4096, 5_000_000]

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from vllm_hypic.cli import main
 from vllm_hypic.fingerprint import weights_digest
-from vllm_hypic.primitives.learned import read_learned
+from vllm_hypic.primitives.context import read_learned
 from vllm_hypic.tune.dense import Columns, Dense
 from vllm_hypic.tune.prompts import (
     NEEDED,

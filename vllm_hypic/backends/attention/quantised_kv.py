@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...pool.shared import OncePer
+from ...pool.runtime import OncePer
 
 KINDS = {
     "fp8": torch.float8_e4m3fn,

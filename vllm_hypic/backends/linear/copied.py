@@ -1,4 +1,4 @@
-"""Programs over records that operators cannot use in place (``pool/copied.py``).
+"""Programs over records that operators cannot use in place (``pool/narrow_states.py``).
 
 Each call of one layer copies the records that its program names, and numbers the copies from 0."""
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...pool.copied import CopiedRecords
-from ...pool.shared import OncePer
+from ...pool.narrow_states import CopiedRecords
+from ...pool.runtime import OncePer
 from ..ops.program import ComposeOp, SegmentRow, unpack
 from .layout import Composed, Segments
 

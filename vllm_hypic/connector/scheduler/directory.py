@@ -15,8 +15,8 @@ from types import MappingProxyType
 from ...pool.plans import Space
 from ...primitives.checkpoints import Checkpoint
 from ...primitives.keys import SegmentKey
-from ...store.cache_value import CacheValue
-from ...store.eviction.base import EvictionPolicy
+from ...store.eviction.policy import EvictionPolicy
+from ...store.protocol import CacheValue
 from .entries import MOST_CONTAINING, Entry, Lookup, Need, ScratchSlot, SharedPrefix
 from .pages import Pages
 from .shares import TenantShares

@@ -7,7 +7,7 @@ from enum import Enum
 
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
-from ...store.cache_value import CacheValue
+from ...store.protocol import CacheValue
 
 
 class Lookup(Enum):

@@ -9,7 +9,7 @@ from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
 from ...primitives.keys import SegmentKey
-from ...store.eviction import make_policy
+from ...store.eviction.policy import make_policy
 from .directory import SegmentDirectory
 from .entries import Entry, Need, SharedPrefix
 

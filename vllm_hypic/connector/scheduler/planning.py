@@ -10,9 +10,9 @@ from typing import Any
 from ...config.engine import HypicConfig
 from ...pool.geometry import PoolGeometry
 from ...pool.plans import Space
+from ...primitives.context import NONE_HERE, LearnedContext
 from ...primitives.islands import Ranges, choose_islands
 from ...primitives.keys import Namespace, Role
-from ...primitives.learned import NONE_HERE, LearnedContext
 from ...primitives.media import Media
 from ...primitives.options import RequestLimits, RequestSpec, parse_request
 from ...primitives.pieces import cut_prompt, parse_prompt
@@ -21,7 +21,7 @@ from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.prefix import build_prefix_plan
 from ...primitives.tokens import PrimitiveIds
 from ...primitives.windows import Words
-from ...store.cache_value import CacheValue
+from ...store.protocol import CacheValue
 from ...store.shared import shared_tiers
 from .directory import SegmentDirectory
 from .entries import Need

@@ -20,8 +20,7 @@ from ...pool.copy.base import LEFT_THE_POOL
 from ...pool.incoming import IncomingRecord
 from ...pool.plans import RecordPlace
 from ...primitives.keys import SegmentKey
-from ...store.cache_value import CacheValue, ObjectName
-from ...store.protocol import LookupResult, Reservation, StoreStats
+from ...store.protocol import CacheValue, LookupResult, ObjectName, Reservation, StoreStats
 from ...store.record import record_nbytes, seal_record
 from ...store.tiered import TieredStore
 from ...store.totals import since

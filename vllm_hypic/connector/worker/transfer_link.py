@@ -21,7 +21,7 @@ from ...pool.codec import RecordCodec
 from ...pool.copy.base import LEFT_THE_POOL
 from ...primitives.options import tier_of
 from ...segment_parallel import received as receiving
-from ...store.cache_value import ObjectName
+from ...store.protocol import ObjectName
 from ...store.record import aligned_buffer, record_nbytes, seal_record
 from ..orders import (
     OUTDATED,

@@ -23,9 +23,8 @@ from .instances import Instance, InstancePool
 from .metrics import RouterMetrics
 from .notifier import ReceiverNotifier
 from .plan import Planned, SegmentAsk, plan_request
-from .prompt import Whole, is_ids, tokenize_request, whole_reason, without_transfer
+from .prompt import NoAnswer, Whole, is_ids, tokenize_request, tokens_of, whole_reason, without_transfer
 from .segment_request import Origin
-from .tokens import NoAnswer, tokens_of
 from .transfers import InFlightTransfer, InFlightTransfers
 from .upstream import (
     UpstreamAnswer,

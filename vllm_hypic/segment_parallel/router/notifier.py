@@ -12,7 +12,7 @@ import zmq
 
 from ...config.router import RecordRoute
 from ...config.segment_parallel import Address
-from ...store.cache_value import object_name
+from ...store.protocol import object_name
 from ..notifier import tell_stored, withdraw
 from .assign import Traffic
 from .instances import Instance

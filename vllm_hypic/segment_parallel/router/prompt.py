@@ -1,13 +1,23 @@
-"""Prompts of completion and chat requests: tells whether a request may be parallel, and what to tokenise."""
+"""Prompts of completion and chat requests: whether a request may be parallel, and its tokens.
+
+Token ids and texts come from an instance's own tokenizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import httpx
+import msgspec
 
 from ...primitives.options import PERMIT, TRANSFER
-from ...primitives.parts import SEGMENT_PART, is_part, parts_of
+from ...primitives.tokens import SEGMENT_PART, is_part, parts_of
+
+if TYPE_CHECKING:
+    from .instances import Instance
+    from .segment_request import Origin
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATHS = (COMPLETIONS, CHAT)
@@ -161,3 +171,60 @@ def _texts(value: object) -> Iterator[str]:
             stack += found.values()
         elif isinstance(found, list) and not (found and type(found[0]) is int):
             stack += found
+
+
+_TIMEOUT_S = 30.0
+
+
+class NoAnswer(Exception):
+    """Raised when an instance failed to tokenise; another instance may succeed."""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    prompt: str
+
+
+async def tokens_of(
+    http: httpx.AsyncClient, instance: Instance, asked: Mapping[str, Any], origin: Origin
+) -> list[int] | None:
+    """Return the token ids that ``POST /tokenize`` answers to ``asked``; ``None`` after a refusal.
+
+    Raises :class:`NoAnswer` when the instance failed."""
+    body = await _post(http, instance.url + "/tokenize", asked, origin.headers)
+    try:
+        return None if body is None else msgspec.json.decode(body, type=_Tokens).tokens
+    except msgspec.MsgspecError as e:
+        raise NoAnswer(str(e)) from e
+
+
+async def text_of(
+    http: httpx.AsyncClient, url: str, token: int, headers: tuple[tuple[bytes, bytes], ...]
+) -> str | None:
+    """Return the text of one token; ``None`` when the instance has no text for it, or does not answer."""
+    try:
+        body = await _post(http, url + "/detokenize", {"tokens": [token]}, headers)
+        return None if body is None else msgspec.json.decode(body, type=_Text).prompt.strip() or None
+    except (NoAnswer, msgspec.MsgspecError):
+        return None
+
+
+async def _post(
+    http: httpx.AsyncClient, url: str, asked: Mapping[str, Any], headers: tuple[tuple[bytes, bytes], ...]
+) -> bytes | None:
+    """Return the answer's body; ``None`` after a refusal.  Raises :class:`NoAnswer` if the instance fails."""
+    try:
+        answer = await http.post(
+            url,
+            content=msgspec.json.encode(asked),
+            headers=[*headers, (b"content-type", b"application/json")],
+            timeout=_TIMEOUT_S,
+        )
+    except httpx.TransportError as e:
+        raise NoAnswer(f"{type(e).__name__}: {e}") from e
+    if answer.status_code >= 500:
+        raise NoAnswer(f"status {answer.status_code}: {answer.text[:300]}")
+    return answer.content if answer.status_code == 200 else None

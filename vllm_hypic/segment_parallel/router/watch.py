@@ -16,7 +16,7 @@ from ..description import Description
 from ..events import InstanceView, Subscription
 from .instances import Instance, InstancePool, InstanceState
 from .metrics import RouterMetrics
-from .tokens import text_of
+from .prompt import text_of
 
 if TYPE_CHECKING:
     from ..secret import Secret

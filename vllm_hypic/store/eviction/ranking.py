@@ -17,7 +17,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..cache_value import CacheValue
+from ..protocol import CacheValue
 
 GRADES_PER_OCTAVE = 2
 _TINY = 1e-300

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Depths, Floats, Placement
+from .depths import Depths, Floats, Placement
 
 
 class OptimalPlacer:

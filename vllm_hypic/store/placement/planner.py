@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .base import Depths, Placer
-from .histogram import DepthHistogram
+from .depths import DepthHistogram, Depths, Placer
 from .optimal import OptimalPlacer
 
 Plan = tuple[int, ...]

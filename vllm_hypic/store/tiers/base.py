@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..cache_value import CacheValue, ObjectName
+from ..protocol import CacheValue, ObjectName
 
 
 class TierError(Exception):

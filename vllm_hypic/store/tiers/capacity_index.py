@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from ..cache_value import CacheValue, ObjectName
-from ..eviction.base import EvictionPolicy
+from ..eviction.policy import EvictionPolicy
+from ..protocol import CacheValue, ObjectName
 from .base import Held
 
 

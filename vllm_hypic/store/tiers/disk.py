@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..cache_value import CacheValue, ObjectName
-from ..eviction.base import EvictionPolicy
+from ..eviction.policy import EvictionPolicy
+from ..protocol import CacheValue, ObjectName
 from ..record import NAMESPACE_BYTES, peek_namespace
 from .base import Held, TierError, TierFull
 from .capacity_index import CapacityIndex, Counts, Plan, Refusal

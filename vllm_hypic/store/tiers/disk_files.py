@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..cache_value import CacheValue, ObjectName
+from ..protocol import CacheValue, ObjectName
 from ..record import aligned_buffer
 
 SUFFIX = ".hypic"

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..cache_value import CacheValue, ObjectName
+from ..protocol import CacheValue, ObjectName
 from .base import Held, TierError
 from .lmcache_objects import LMCacheObjects
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from lmcache.v1.multiprocess.ext_server_module import ExtServerModuleBuildContext, server_module_handler
 
-from ..cache_value import ObjectName
+from ..protocol import ObjectName
 from .base import TierError, TierFull
 from .lmcache import check_namespace
 from .lmcache_objects import LMCacheObjects

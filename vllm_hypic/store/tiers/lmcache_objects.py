@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..cache_value import ObjectName
+from ..protocol import ObjectName
 from .base import TierError, TierFull
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ..cache_value import CacheValue, ObjectName
+from ..protocol import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
 from .lmcache import check_namespace, require_lmcache
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ..cache_value import CacheValue, ObjectName
-from ..eviction.base import EvictionPolicy
+from ..eviction.policy import EvictionPolicy
+from ..protocol import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
 from .capacity_index import CapacityIndex, Counts, Refusal
 

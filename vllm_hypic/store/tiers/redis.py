@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ..cache_value import CacheValue, ObjectName
+from ..protocol import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
 
 if TYPE_CHECKING:

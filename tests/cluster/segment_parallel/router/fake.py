@@ -30,8 +30,7 @@ from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
-from vllm_hypic.store.cache_value import object_name
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import Verdict, object_name
 
 SEP, PDEP, PAD = 100_000, 100_001, 100_002
 IDS = PrimitiveIds(SEP, PDEP, PAD)
