@@ -34,7 +34,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, l2_eps
 from vllm_hypic.backends.ops.program import SegmentRow, pack
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 
 from .operators import DeltaStep, Operators
 from .shapes import AttentionShape, DeltaShape, StackShape

@@ -19,8 +19,8 @@ from vllm_hypic.backends.ops import mamba2, short_conv
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2_reference
 from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.backends.ops.short_conv import reference as short_conv_reference
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
-from vllm_hypic.backends.ops.span_attention.torch import rotate
 
 from .delta_cases import Segment, compose_program, segment_program
 from .findings import Finding, guarded, kind, worst
@@ -137,7 +137,7 @@ def _layer(
 ) -> Iterator[Finding]:
     """Segments, some of several chunks, and composed requests of a layer whose operators are ``name``'s."""
     place = f"vllm_hypic.backends.ops.{name}"
-    module = f"{place}.triton.operators" if operators.name == "triton" else f"{place}.torch"
+    module = f"{place}.triton.operators" if operators.name == "triton" else f"{place}.eager"
     n = 200 if long else 40
     segments = [Segment(n, 8, n), Segment(n // 2 + 1, 0, n // 2 + 1, leading=True), Segment(20, 8, 9)]
     more = () if carries is None else (carries,)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
-from vllm_hypic.backends.ops.gated_delta import torch as delta_torch
-from vllm_hypic.backends.ops.span_attention import torch as span_torch
+from vllm_hypic.backends.ops.gated_delta import eager as delta_eager
+from vllm_hypic.backends.ops.span_attention import eager as span_eager
 
 from .shapes import AttentionShape
 
@@ -189,7 +189,7 @@ class TorchOperators:
         table: Tensor | None,
         neox: bool = True,
     ) -> None:
-        raw = span_torch.unrotate(key.index_select(0, rows), table, positions, neox)
+        raw = span_eager.unrotate(key.index_select(0, rows), table, positions, neox)
         pool[0].index_copy_(0, slots, raw)
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
@@ -202,7 +202,7 @@ class TorchOperators:
         query_ranges: Tensor,
         scale: float,
     ) -> Tensor:
-        return span_torch.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
+        return span_eager.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
     def cached_attention(
         self,
@@ -215,7 +215,7 @@ class TorchOperators:
     ) -> tuple[Tensor, Tensor]:
         both = torch.stack(caches, 1)
         key, value = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
-        return span_torch.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
+        return span_eager.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):
@@ -236,14 +236,14 @@ class _TorchSpan:
         self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
     ) -> tuple[Tensor, Tensor]:
         r = self.rows
-        return span_torch.span_attention(
+        return span_eager.span_attention(
             *(query, key, value, r.slot_mapping, r.kv_positions),
             *(table, neox, self.visible_kv_lens, self.query_ranges, scale),
             hidden_kv_lens=r.hidden(),
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        span_torch.merge_(output, lse, other, other_lse, self.query_ranges)
+        span_eager.merge_(output, lse, other, other_lse, self.query_ranges)
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class _TorchSegments:
         records: Records,
         carries: Sequence[Carry] = (),
     ) -> None:
-        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, carries)
+        delta_eager.gdn_segments(x, weights, caches, out, records, self.rows, carries)
 
 
 @dataclass(frozen=True)
@@ -276,4 +276,4 @@ class _TorchCompose:
         records: Records,
         carries: Sequence[Carry] = (),
     ) -> None:
-        delta_torch.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)
+        delta_eager.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from vllm_hypic.backends.linear.drafted import Drafted, parts, special_part
 from vllm_hypic.backends.linear.layout import NO_STEP, StockRows
-from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, native, reference
-from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
+from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, eager, native, reference
 from vllm_hypic.backends.ops.program import ordinary
 
 from .layer_inputs import PAD, Layer, Shape
@@ -96,7 +95,7 @@ def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Te
         out[part.tokens] = ours
 
 
-@pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
+@pytest.mark.parametrize("module", [native, eager], ids=["c++", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", ACCEPTED)

@@ -24,7 +24,7 @@ from ....pool.appended import append_diagonal
 from ....pool.families import MAMBA1
 from ....pool.tensors import DiagonalRecords
 from ...ops import mamba1, short_conv
-from ...ops.short_conv import torch as convolution
+from ...ops.short_conv.eager import short_conv_compose, short_conv_segments
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
 from ..mamba_rows import cpu_fields, slots_of
@@ -65,7 +65,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: HiddenRows, out: torch.Tensor
     ) -> None:
         records, carries = self._records(runtime), self._cut(runtime, segments)
-        convolve = partial(convolution.short_conv_segments, records=records, rows=segments.rows)
+        convolve = partial(short_conv_segments, records=records, rows=segments.rows)
 
         def scan(ops: ModuleType, *layer: Any) -> None:
             ops.mamba1_segments(*layer, records, segments.rows, carries)
@@ -76,7 +76,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: HiddenRows, out: torch.Tensor
     ) -> None:
         records, rows, operations = self._records(runtime), composed.rows, composed.ops
-        convolve = partial(convolution.short_conv_compose, records=records, rows=rows, ops=operations)
+        convolve = partial(short_conv_compose, records=records, rows=rows, ops=operations)
 
         def scan(ops: ModuleType, *layer: Any) -> None:
             ops.mamba1_compose(*layer, records, rows, operations)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
 from ...ops import short_conv
-from ...ops.short_conv import torch as operators
+from ...ops.short_conv.eager import short_conv_compose, short_conv_segments
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
 from ..mamba_rows import cpu_fields, drafted_of, slots_of, with_slots_in_a_row
@@ -52,7 +52,7 @@ class HypicCPUShortConv(HypicShortConv):
 
         def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
             caches, weights = self._caches(), self.weights()
-            operators.short_conv_segments(inputs, weights, caches, convolved, records, segments.rows)
+            short_conv_segments(inputs, weights, caches, convolved, records, segments.rows)
 
         self.projected(x, out, segments.tokens, run)
 
@@ -68,9 +68,7 @@ class HypicCPUShortConv(HypicShortConv):
 
         def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
             caches, weights = self._caches(), self.weights()
-            operators.short_conv_compose(
-                inputs, weights, caches, convolved, records, composed.rows, composed.ops
-            )
+            short_conv_compose(inputs, weights, caches, convolved, records, composed.rows, composed.ops)
 
         self.projected(x, out, composed.tokens, run)
 

@@ -12,7 +12,7 @@ Only the first taps - 1 rows of a segment depend on earlier tokens, and the seam
 The convolution before Mamba1's scan is the same without gates: x is the projection itself, and y is SiLU of
 the sum.
 
-The package has two operators, each with one signature in `reference` (float64), `torch` and
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch) and
 `triton.operators` (CUDA); `arguments` and `ops.program` define the arguments. Both operators read and write
 vLLM's cache as the stock operator does, so a request may alternate between these and the stock operator, in
 any number of passes.
