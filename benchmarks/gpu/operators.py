@@ -15,8 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
+from vllm_hypic.backends.ops.gated_delta import (
+    GatedDeltaCarry,
+    GatedDeltaInputs,
+    GatedDeltaRecords,
+    GatedDeltaWeights,
+)
 from vllm_hypic.backends.ops.gated_delta import eager as delta_eager
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.span_attention import eager as span_eager
 
 from .shapes import AttentionShape
@@ -74,12 +80,12 @@ class DeltaStep(Protocol):
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         """Outputs, states and records, in place; ``carries``: of interiors that are cut."""
         ...
@@ -252,12 +258,12 @@ class _TorchSegments:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         delta_eager.gdn_segments(x, weights, caches, out, records, self.rows, carries)
 
@@ -269,11 +275,11 @@ class _TorchCompose:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         delta_eager.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches
 from vllm_hypic.backends.ops.program import Mode
-from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights, eager, reference
+from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights, eager, reference
 
 from .layers import (
     PAD,
@@ -57,9 +58,9 @@ class Layer(World):
 
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
-        weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
-        x = Inputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
-        caches = Caches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
+        weights = ShortConvWeights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
+        x = ShortConvInputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
+        caches = ConvolutionCaches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
         records = Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype))
         return Layer(None, x, weights, caches, unwritten(rows, CHANNELS, dtype=dtype), records, None)
 

@@ -17,9 +17,9 @@ position: see `Relocation`. Where each channel decays by its own gate, rotation 
 decay, and `relocation` must be `None`.
 
 The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch) and
-`native` (C++); `arguments` and `ops.program` define the arguments. Both operators read and write vLLM's cache
-as a stock operator does, so a request may alternate between these and stock operators, in any number of
-passes.
+`native` (C++); `arguments`, `linear_layer.arguments` and `ops.program` define the arguments. Both operators
+read and write vLLM's cache as a stock operator does, so a request may alternate between these and stock
+operators, in any number of passes.
 
 `decay_attention_segments(x, caches, out, records, rows, carries)`
     Runs rows of segment requests: writes outputs, the running state and, for the interior, log T and the
@@ -37,12 +37,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from ..linear_layer.arguments import StateCaches
 from . import eager, native
-from .arguments import Caches, Carry, Inputs, Records, Relocation
+from .arguments import DecayAttentionCarry, DecayAttentionInputs, DecayAttentionRecords, Relocation
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Relocation", "choose"]
+__all__ = ["DecayAttentionCarry", "DecayAttentionInputs", "DecayAttentionRecords", "Relocation", "choose"]
 
 
-def choose(x: Inputs, caches: Caches) -> ModuleType:
+def choose(x: DecayAttentionInputs, caches: StateCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
     return eager if native.refuses(x.q.dtype, caches.state) else native

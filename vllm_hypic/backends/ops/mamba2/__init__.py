@@ -11,10 +11,10 @@ the affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ...
 underflows in long runs, so records keep log T. x, B and C are SiLU of a causal convolution over token rows.
 
 The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch), `native`
-(C++) and `triton.operators` (CUDA). `arguments` and `ops.program` define the arguments;
-`linear_layer.triton.plan` says how CUDA layers share a step's planning. Both operators read and write vLLM's
-caches as the stock operator does, so a request may alternate between these and the stock operator, in any
-number of passes.
+(C++) and `triton.operators` (CUDA). `arguments`, `linear_layer.arguments` and `ops.program` define the
+arguments; `linear_layer.triton.plan` says how CUDA layers share a step's planning. Both operators read and
+write vLLM's caches as the stock operator does, so a request may alternate between these and the stock
+operator, in any number of passes.
 
 `mamba2_segments(x, weights, caches, out, records, rows, carries)`
     Runs rows of segment requests: one scan gives outputs, the running state and, for the interior, T and the
@@ -35,13 +35,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from ..linear_layer.arguments import LayerCaches
 from . import eager, limits, native
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose", "refuses"]
+__all__ = ["Mamba2Carry", "Mamba2Inputs", "Mamba2Records", "Mamba2Weights", "choose", "refuses"]
 
 
-def choose(weights: Weights, caches: Caches) -> ModuleType:
+def choose(weights: Mamba2Weights, caches: LayerCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
     if refuses(weights, caches):
         return eager
@@ -53,7 +54,7 @@ def choose(weights: Weights, caches: Caches) -> ModuleType:
     return operators
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
     """Return why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or
     `None` if they do."""
     on_cuda = caches.state.device.type == "cuda"
