@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Inputs, Weights
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 from .layers import DeltaRecords, Stack, empty_caches, empty_core, empty_records
@@ -173,7 +173,7 @@ class SegmentPass:
         )
         return out.transpose(1, 2).flatten(0, 1)
 
-    def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:
+    def scan(self, layer: int, x: GatedDeltaInputs, weights: GatedDeltaWeights) -> Tensor:
         out = empty_core(self.stack, x)
         self.step.run(x, weights, self.caches, out, self.pool.delta[layer])
         return out
@@ -219,7 +219,7 @@ class ComposedPass:
         self.span.merge_(out, lse[self.blind :], *public)
         return out
 
-    def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:
+    def scan(self, layer: int, x: GatedDeltaInputs, weights: GatedDeltaWeights) -> Tensor:
         out = empty_core(self.stack, x)
         self.step.run(x, weights, self.caches[layer], out, self.pool.delta[layer])
         return out

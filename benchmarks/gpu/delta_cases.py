@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 
 from .layers import DeltaRecords, random_weights
@@ -19,12 +20,12 @@ class DeltaCase:
     """One layer: inputs, weights, caches by batch row, outputs, records by slot."""
 
     shape: DeltaShape
-    x: Inputs
-    weights: Weights
-    caches: Caches
+    x: GatedDeltaInputs
+    weights: GatedDeltaWeights
+    caches: LayerCaches
     out: Tensor
     records: DeltaRecords
-    carries: tuple[Carry, ...]
+    carries: tuple[GatedDeltaCarry, ...]
 
     @staticmethod
     def make(
@@ -53,9 +54,9 @@ class DeltaCase:
         blocks = torch.arange(slots * s.heads, dtype=torch.int32, device=device)
         return DeltaCase(
             s,
-            Inputs(normal(tokens, s.channels), normal(tokens, *s.gates), normal(tokens, s.heads)),
+            GatedDeltaInputs(normal(tokens, s.channels), normal(tokens, *s.gates), normal(tokens, s.heads)),
             weights,
-            Caches(
+            LayerCaches(
                 torch.arange(slots, dtype=torch.int32, device=device).flip(0).contiguous(),
                 nan(slots, s.taps - 1, s.channels, dtype=dtype),
                 nan(slots, s.heads, s.V, s.K).transpose(2, 3),  # as vLLM's lie in memory on GPUs
@@ -68,7 +69,7 @@ class DeltaCase:
                 blocks.flip(0).view(slots, s.heads).clone(),
             ),
             tuple(
-                Carry(
+                GatedDeltaCarry(
                     nan(s.heads, s.K, s.K),
                     nan(s.heads, s.K, s.V),
                     torch.full((s.heads,), -1, dtype=torch.int32, device=device),
@@ -96,9 +97,9 @@ class DeltaCase:
         )
         return replace(
             self,
-            x=Inputs(self.x.mixed.cpu(), self.x.a.cpu(), self.x.b.cpu()),
+            x=GatedDeltaInputs(self.x.mixed.cpu(), self.x.a.cpu(), self.x.b.cpu()),
             weights=host,
-            caches=Caches(c.slots.cpu(), c.conv.cpu().clone(), c.state.double().cpu()),
+            caches=LayerCaches(c.slots.cpu(), c.conv.cpu().clone(), c.state.double().cpu()),
             out=self.out.double().cpu(),
             records=DeltaRecords(
                 r.state.double().cpu(),
@@ -107,7 +108,7 @@ class DeltaCase:
                 r.block_of.cpu().clone(),
             ),
             carries=tuple(
-                Carry(c.transition.double().cpu(), c.head.double().cpu(), c.alive.cpu().clone())
+                GatedDeltaCarry(c.transition.double().cpu(), c.head.double().cpu(), c.alive.cpu().clone())
                 for c in self.carries
             ),
         )

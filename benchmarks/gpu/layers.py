@@ -32,9 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, l2_eps
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights, l2_eps
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.program import SegmentRow, pack
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 
 from .operators import DeltaStep, Operators
 from .shapes import AttentionShape, DeltaShape, StackShape
@@ -70,7 +71,7 @@ class DeltaLayer:
     norm: Tensor
     mixed_z: Tensor
     ba: Tensor
-    weights: Weights
+    weights: GatedDeltaWeights
     core_norm: Tensor
     out: Tensor
     mlp: Mlp
@@ -88,7 +89,7 @@ class Pass(Protocol):
         """Rotated q [rows, heads, size] and k, v [rows, kv_heads, size] -> [rows, heads, size]."""
         ...
 
-    def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:
+    def scan(self, layer: int, x: GatedDeltaInputs, weights: GatedDeltaWeights) -> Tensor:
         """-> core [rows, Hv, V]."""
         ...
 
@@ -147,7 +148,7 @@ class Stack:
             else:
                 mixed, a, b, z = around.delta_in(layer, x, self.shape)
                 x = around.delta_out(
-                    layer, x, run.scan(i, Inputs(mixed, a, b), layer.weights), z, self.shape.eps
+                    layer, x, run.scan(i, GatedDeltaInputs(mixed, a, b), layer.weights), z, self.shape.eps
                 )
         return x
 
@@ -278,7 +279,7 @@ class _Draw:
         )
 
 
-def random_weights(shape: DeltaShape, device: torch.device, generator: torch.Generator) -> Weights:
+def random_weights(shape: DeltaShape, device: torch.device, generator: torch.Generator) -> GatedDeltaWeights:
     """A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
 
     def uniform(*size: int) -> Tensor:
@@ -288,7 +289,7 @@ def random_weights(shape: DeltaShape, device: torch.device, generator: torch.Gen
     taps = torch.randn(shape.channels, shape.taps, device=device, generator=generator) * shape.taps**-0.5
     inverse_softplus = step + torch.log(-torch.expm1(-step))
     rate = torch.log(1 + 15 * uniform(shape.heads))
-    return Weights.prepare(taps, None, rate, inverse_softplus, shape.key_heads, l2_eps(device))
+    return GatedDeltaWeights.prepare(taps, None, rate, inverse_softplus, shape.key_heads, l2_eps(device))
 
 
 # ------------------------------------------------------------------------------------- the ordinary pass
@@ -306,7 +307,7 @@ class Prefill:
     operators: Operators
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
-    caches: dict[int, Caches]
+    caches: dict[int, LayerCaches]
     nothing: DeltaRecords
     _first: int = 0
     _stop: int = 0
@@ -362,7 +363,7 @@ class Prefill:
         )
         return out[0].transpose(0, 1)
 
-    def scan(self, layer: int, x: Inputs, weights: Weights) -> Tensor:
+    def scan(self, layer: int, x: GatedDeltaInputs, weights: GatedDeltaWeights) -> Tensor:
         out = empty_core(self.stack, x)
         assert self._step is not None
         self._step.run(x, weights, self.caches[layer], out, self.nothing)
@@ -373,17 +374,17 @@ class Prefill:
         return self.caches[layer].state[0]
 
 
-def empty_caches(stack: Stack, requests: int) -> Caches:
+def empty_caches(stack: Stack, requests: int) -> LayerCaches:
     """One slot per request, uninitialised; states lie [Hv, V, K] in memory, as vLLM's do on GPUs."""
     d = stack.shape.delta
-    return Caches(
+    return LayerCaches(
         torch.arange(requests, dtype=torch.int32, device=stack.device),
         torch.empty(requests, d.taps - 1, d.channels, dtype=stack.dtype, device=stack.device),
         torch.empty(requests, d.heads, d.V, d.K, device=stack.device).transpose(2, 3),
     )
 
 
-def empty_core(stack: Stack, x: Inputs) -> Tensor:
+def empty_core(stack: Stack, x: GatedDeltaInputs) -> Tensor:
     """[rows, Hv, V] in the model's dtype, uninitialised."""
     d = stack.shape.delta
     return torch.empty(len(x.mixed), d.heads, d.V, dtype=stack.dtype, device=stack.device)

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_hypic.backends.ops import mamba2, short_conv
+from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches, LayerCaches
+from vllm_hypic.backends.ops.mamba2 import Mamba2Inputs, Mamba2Weights
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2_reference
 from vllm_hypic.backends.ops.program import Mode
+from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights
 from vllm_hypic.backends.ops.short_conv import reference as short_conv_reference
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
-from vllm_hypic.backends.ops.span_attention.torch import rotate
 
 from .delta_cases import Segment, compose_program, segment_program
 from .findings import Finding, guarded, kind, worst
@@ -84,7 +86,7 @@ def check_mamba2(
 
     def make(tokens: int) -> Case:
         step = torch.exp(math.log(1e-3) + math.log(1e2) * torch.rand(heads, generator=draw.generator))
-        weights = mamba2.Weights.prepare(
+        weights = Mamba2Weights.prepare(
             *(0.5 * draw.single(channels, 4), 0.1 * draw.single(channels)),
             -1 - 15 * torch.rand(heads, generator=draw.generator),
             step + torch.log(-torch.expm1(-step)),
@@ -92,13 +94,13 @@ def check_mamba2(
             groups,
         )
         state = (slots, heads, P, N)
-        caches = mamba2.Caches(draw.slots(slots), draw(slots, 3, channels), draw.single(*state))
+        caches = LayerCaches(draw.slots(slots), draw(slots, 3, channels), draw.single(*state))
         records = SimpleNamespace(
             state=draw.single(*state),
             conv_tail=draw(slots, 3, channels),
             log_transition=-draw.single(slots, heads).abs(),
         )
-        x = mamba2.Inputs(draw(tokens, channels), 0.5 * draw(tokens, heads))
+        x = Mamba2Inputs(draw(tokens, channels), 0.5 * draw(tokens, heads))
         out = torch.full((tokens, heads, P), torch.nan, dtype=dtype)
         return Case(x, weights, caches, out, records, ("state", "log_transition"))
 
@@ -115,10 +117,10 @@ def check_short_conv(
     draw = _Draw(dtype)
 
     def make(tokens: int) -> Case:
-        weights = short_conv.Weights.prepare(draw.single(channels, 3), None)
-        caches = short_conv.Caches(draw.slots(slots), draw(slots, 2, channels))
+        weights = ShortConvWeights.prepare(draw.single(channels, 3), None)
+        caches = ConvolutionCaches(draw.slots(slots), draw(slots, 2, channels))
         records = SimpleNamespace(conv_tail=draw(slots, 2, channels))
-        x = short_conv.Inputs(draw(tokens, channels), draw(tokens, channels))
+        x = ShortConvInputs(draw(tokens, channels), draw(tokens, channels))
         out = torch.full((tokens, channels), torch.nan, dtype=dtype)
         return Case(x, weights, caches, out, records, ())
 
@@ -137,7 +139,7 @@ def _layer(
 ) -> Iterator[Finding]:
     """Segments, some of several chunks, and composed requests of a layer whose operators are ``name``'s."""
     place = f"vllm_hypic.backends.ops.{name}"
-    module = f"{place}.triton.operators" if operators.name == "triton" else f"{place}.torch"
+    module = f"{place}.triton.operators" if operators.name == "triton" else f"{place}.eager"
     n = 200 if long else 40
     segments = [Segment(n, 8, n), Segment(n // 2 + 1, 0, n // 2 + 1, leading=True), Segment(20, 8, 9)]
     more = () if carries is None else (carries,)

@@ -15,9 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Records, Weights
-from vllm_hypic.backends.ops.gated_delta import torch as delta_torch
-from vllm_hypic.backends.ops.span_attention import torch as span_torch
+from vllm_hypic.backends.ops.gated_delta import (
+    GatedDeltaCarry,
+    GatedDeltaInputs,
+    GatedDeltaRecords,
+    GatedDeltaWeights,
+)
+from vllm_hypic.backends.ops.gated_delta import eager as delta_eager
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
+from vllm_hypic.backends.ops.span_attention import eager as span_eager
 
 from .shapes import AttentionShape
 
@@ -74,12 +80,12 @@ class DeltaStep(Protocol):
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         """Outputs, states and records, in place; ``carries``: of interiors that are cut."""
         ...
@@ -189,7 +195,7 @@ class TorchOperators:
         table: Tensor | None,
         neox: bool = True,
     ) -> None:
-        raw = span_torch.unrotate(key.index_select(0, rows), table, positions, neox)
+        raw = span_eager.unrotate(key.index_select(0, rows), table, positions, neox)
         pool[0].index_copy_(0, slots, raw)
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
@@ -202,7 +208,7 @@ class TorchOperators:
         query_ranges: Tensor,
         scale: float,
     ) -> Tensor:
-        return span_torch.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
+        return span_eager.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
 
     def cached_attention(
         self,
@@ -215,7 +221,7 @@ class TorchOperators:
     ) -> tuple[Tensor, Tensor]:
         both = torch.stack(caches, 1)
         key, value = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
-        return span_torch.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
+        return span_eager.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
 
     def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
         for source, target in zip(pool, (key, value), strict=True):
@@ -236,14 +242,14 @@ class _TorchSpan:
         self, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, scale: float, neox: bool = True
     ) -> tuple[Tensor, Tensor]:
         r = self.rows
-        return span_torch.span_attention(
+        return span_eager.span_attention(
             *(query, key, value, r.slot_mapping, r.kv_positions),
             *(table, neox, self.visible_kv_lens, self.query_ranges, scale),
             hidden_kv_lens=r.hidden(),
         )
 
     def merge_(self, output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        span_torch.merge_(output, lse, other, other_lse, self.query_ranges)
+        span_eager.merge_(output, lse, other, other_lse, self.query_ranges)
 
 
 @dataclass(frozen=True)
@@ -252,14 +258,14 @@ class _TorchSegments:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
-        delta_torch.gdn_segments(x, weights, caches, out, records, self.rows, carries)
+        delta_eager.gdn_segments(x, weights, caches, out, records, self.rows, carries)
 
 
 @dataclass(frozen=True)
@@ -269,11 +275,11 @@ class _TorchCompose:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
-        delta_torch.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)
+        delta_eager.gdn_compose(x, weights, caches, out, records, self.rows, self.ops)

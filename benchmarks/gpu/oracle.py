@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Weights
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaWeights
 
 from .composed import Composition
 from .layers import AttentionLayer, DeltaLayer, Mlp, Stack
@@ -146,7 +146,7 @@ def _project_delta(layer: DeltaLayer, x: Tensor, d: DeltaShape) -> tuple[Tensor,
     return mixed, z.unflatten(-1, (-1, d.V)), b, a
 
 
-def convolution(mixed: Tensor, w: Weights) -> Tensor:
+def convolution(mixed: Tensor, w: GatedDeltaWeights) -> Tensor:
     """SiLU of the causal depthwise convolution, from a context of zeros; [n, channels]."""
     taps = len(w.weight)
     rows = torch.cat([mixed.new_zeros(taps - 1, mixed.shape[1]), mixed])
@@ -156,7 +156,9 @@ def convolution(mixed: Tensor, w: Weights) -> Tensor:
     return _silu(total)
 
 
-def delta_rule(convolved: Tensor, a: Tensor, b: Tensor, w: Weights, d: DeltaShape) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    convolved: Tensor, a: Tensor, b: Tensor, w: GatedDeltaWeights, d: DeltaShape
+) -> tuple[Tensor, Tensor]:
     """Token by token from a zero state: (out [n, Hv, V], end state [Hv, K, V]), float64."""
     keys, group = d.key_heads * d.K, d.heads // d.key_heads
     q, k, v = convolved.split([keys, keys, d.heads * d.V], -1)

@@ -104,7 +104,7 @@ class SpanCase:
     def rotated_copies(self) -> tuple[Tensor, Tensor]:
         """K, rotated, and V of requests with equally many columns, each [requests, kv_heads, columns, size]
         and contiguous. What a cache without sharing would hold."""
-        from vllm_hypic.backends.ops.span_attention.torch import rotate
+        from vllm_hypic.backends.ops.span_attention.eager import rotate
 
         keys, values = [], []
         for slots, positions in zip(self.rows.slot_mapping, self.rows.kv_positions, strict=True):

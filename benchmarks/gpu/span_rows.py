@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_hypic.backends.ops.span_attention.torch import unrotate
+from vllm_hypic.backends.ops.span_attention.eager import unrotate
 
 from . import sdpa
 from .composed import PAGE, Composition

@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from vllm_hypic.backends.ops.gated_delta import (
+    DEAD_BELOW,
+    GatedDeltaCarry,
+    GatedDeltaInputs,
+    GatedDeltaRecords,
+    GatedDeltaWeights,
+)
 from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_triton
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.linear_layer.triton.plan import (
     ComposePlan,
     SegmentPlan,
@@ -104,12 +111,12 @@ class _Segments:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         delta_triton.run_segments(self.plan, x, weights, caches, out, records, carries, DEAD_BELOW)
 
@@ -120,11 +127,11 @@ class _Compose:
 
     def run(
         self,
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
         out: Tensor,
-        records: Records,
-        carries: Sequence[Carry] = (),
+        records: GatedDeltaRecords,
+        carries: Sequence[GatedDeltaCarry] = (),
     ) -> None:
         delta_triton.run_compose(self.plan, x, weights, caches, out, records)

@@ -215,7 +215,7 @@ def _attention(
     """Put computed and reused K and V in the order of the prompt, and attend to them from the question."""
     import torch
 
-    from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
+    from vllm_hypic.backends.ops.span_attention.eager import rotate, unrotate
 
     link, size = layer.impl.link, layer.head_size
     query, key, value = (torch.cat(parts).unflatten(-1, (-1, size)) for parts in zip(*chunks, strict=True))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from .ops.span_attention.torch import rotate, unrotate
+from .ops.span_attention.eager import rotate, unrotate
 from .rope import RopeTap
 
 if TYPE_CHECKING:

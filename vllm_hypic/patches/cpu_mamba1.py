@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..backends.ops import mamba1
+from ..backends.ops.linear_layer.arguments import StateCaches
+from ..backends.ops.mamba1 import Mamba1Inputs, Mamba1Weights
 from ..backends.ops.program import ordinary
 from ..pool.tensors import DiagonalRecords
 from .signature import replaces, require_parameters
@@ -66,9 +68,9 @@ def _selective_scan(
 ) -> torch.Tensor:
     """Run a prefill: ``u, delta, z [channels, rows]``, ``B, C [N, rows]``; return ``[channels, rows]``."""
     out = torch.empty_like(u.t(), memory_format=torch.contiguous_format)
-    inputs = mamba1.Inputs(u.t(), delta.t(), z.t(), B.t(), C.t())
-    weights = mamba1.Weights.prepare(A, delta_bias, D)
-    caches = mamba1.Caches(cache_indices.int(), ssm_states)
+    inputs = Mamba1Inputs(u.t(), delta.t(), z.t(), B.t(), C.t())
+    weights = Mamba1Weights.prepare(A, delta_bias, D)
+    caches = StateCaches(cache_indices.int(), ssm_states)
     _scan(inputs, weights, caches, has_initial_state.tolist(), query_start_loc.tolist(), out)
     return out.t()
 
@@ -90,15 +92,15 @@ def _selective_state_update(
 ) -> None:
     """Run a decode with one row per request into ``out``.
     Shapes: ``x, dt, z, out [rows, channels]``, ``B, C [rows, N]``."""
-    inputs, weights = mamba1.Inputs(x, dt, z, B, C), mamba1.Weights.prepare(A, dt_bias, D)
-    caches = mamba1.Caches(state_batch_indices.int().flatten(), state)
+    inputs, weights = Mamba1Inputs(x, dt, z, B, C), Mamba1Weights.prepare(A, dt_bias, D)
+    caches = StateCaches(state_batch_indices.int().flatten(), state)
     _scan(inputs, weights, caches, [True] * len(x), range(len(x) + 1), out)
 
 
 def _scan(
-    x: mamba1.Inputs,
-    weights: mamba1.Weights,
-    caches: mamba1.Caches,
+    x: Mamba1Inputs,
+    weights: Mamba1Weights,
+    caches: StateCaches,
     resumed: Sequence[bool],
     ends: Sequence[int],
     out: torch.Tensor,

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_fp8 import Scales
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool.geometry import FP8, AttentionGeometry, PoolGeometry

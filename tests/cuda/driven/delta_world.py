@@ -27,7 +27,8 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.gdn.kimi_cuda import HypicCUDABailingDeltaNet, HypicCUDAKimiDeltaNet
-from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights, reference
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.program import ordinary
 from vllm_hypic.pool import tensors as pool_module
 from vllm_hypic.pool.geometry import PoolGeometry
@@ -72,10 +73,10 @@ class Kind:
         linear = tuple(LinearGeometry(name, *sizes) for name in ("before", NAME))
         return PoolGeometry((), linear, page_tokens=8, pages=0, slots=slots, transition_blocks=self.blocks)
 
-    def weights(self, layer: Any) -> Weights:
+    def weights(self, layer: Any) -> GatedDeltaWeights:
         """Stock's constants, with the epsilon of vLLM's CUDA kernels."""
         weight, bias = self.conv(layer).view(self.channels, TAPS), layer.dt_bias.view(self.gates)
-        return Weights.prepare(weight, None, layer.A_log, bias, self.key_heads, 1e-6)
+        return GatedDeltaWeights.prepare(weight, None, layer.A_log, bias, self.key_heads, 1e-6)
 
     def conv(self, layer: Any) -> Tensor:
         weight: Tensor = layer.conv1d.weight
@@ -135,7 +136,7 @@ class Bailing(Kind):
     def conv(self, layer: Any) -> Tensor:
         return torch.cat([layer.q_conv1d.weight, layer.k_conv1d.weight, layer.v_conv1d.weight])
 
-    def weights(self, layer: Any) -> Weights:
+    def weights(self, layer: Any) -> GatedDeltaWeights:
         return replace(super().weights(layer), gates_given=True)
 
     def projected(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,7 @@ def kimi_stock(layer: Any, mixed: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, 
 def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
     """What vLLM computes for the batch that the metadata describes, and checks of that description."""
     m: GDNAttentionMetadata = get_forward_context().attn_metadata[NAME]
-    x, tokens = Inputs(mixed_qkv, a, b), m.num_actual_tokens
+    x, tokens = GatedDeltaInputs(mixed_qkv, a, b), m.num_actual_tokens
     assert tokens == len(mixed_qkv)
     out = torch.zeros(tokens, layer.kind.heads, layer.kind.V, dtype=torch.float64)
     if m.spec_sequence_masks is None:
@@ -193,7 +194,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool_module, "TransitionBlocks", partial(TransitionBlocks, joint=True))
 
 
-def undrafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
+def undrafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tensor:
     """Rows of requests that do not decode with drafts."""
     requests, decodes = m.num_decodes + m.num_prefills, m.num_decodes
     starts, slots = m.non_spec_query_start_loc, m.non_spec_state_indices_tensor
@@ -221,10 +222,12 @@ def undrafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
     else:
         assert m.has_initial_state is m.chunk_indices is m.nums_dict is None
     conv, state = layer.kv_cache
-    return recurrence(layer, Caches(slots, conv[:, : TAPS - 1], state.transpose(2, 3)), x, bounds, resumed)
+    return recurrence(
+        layer, LayerCaches(slots, conv[:, : TAPS - 1], state.transpose(2, 3)), x, bounds, resumed
+    )
 
 
-def drafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
+def drafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tensor:
     """Rows of requests that decode with drafts, as vLLM's kernels run them: a request goes on from the state
     in the slot of the last token accepted before, leaves one for each token, and keeps all that its
     convolution may need in its first slot, from the row of that token on."""
@@ -237,7 +240,7 @@ def drafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
         slots, last = table[i].tolist(), int(accepted[i]) - 1
         before = conv[slots[0], last : last + TAPS - 1].clone()
         held = state[slots[last]].transpose(1, 2)[None].double().clone()
-        caches = Caches(torch.zeros(1, dtype=torch.int32), before[None].clone(), held)
+        caches = LayerCaches(torch.zeros(1, dtype=torch.int32), before[None].clone(), held)
         for t in range(first, stop):
             out[t] = recurrence(layer, caches, x.part(slice(t, t + 1)), [0, 1], [True])[0]
             state[slots[t - first]] = held[0].transpose(1, 2).to(state.dtype)
@@ -246,7 +249,7 @@ def drafted(layer: Any, m: GDNAttentionMetadata, x: Inputs) -> Tensor:
 
 
 def recurrence(
-    layer: Any, caches: Caches, x: Inputs, bounds: Sequence[int], resumed: Sequence[bool]
+    layer: Any, caches: LayerCaches, x: GatedDeltaInputs, bounds: Sequence[int], resumed: Sequence[bool]
 ) -> Tensor:
     """The delta rule over requests with these token rows, in float64."""
     out = torch.zeros(bounds[-1], layer.kind.heads, layer.kind.V, dtype=torch.float64)
@@ -320,12 +323,18 @@ class World(mixed_batch.World):
     def call(self, out: Tensor) -> None:
         self.kind.call(self.layer, self.mixed, self.a, self.b, out)
 
-    def caches(self, conv: Tensor, *states: Tensor) -> Caches:
-        return Caches(self.slots, conv, states[0].transpose(2, 3))
+    def caches(self, conv: Tensor, *states: Tensor) -> LayerCaches:
+        return LayerCaches(self.slots, conv, states[0].transpose(2, 3))
 
     def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
         out = torch.zeros(self.tokens, *self.width, dtype=torch.float64)
-        given = Inputs(self.mixed, self.a, self.b), self.kind.weights(self.layer), caches, out, records
+        given = (
+            GatedDeltaInputs(self.mixed, self.a, self.b),
+            self.kind.weights(self.layer),
+            caches,
+            out,
+            records,
+        )
         reference.gdn_compose(*given, *composed)
         reference.gdn_segments(*given, segments, [])
         return self.kind.finished(out, self.mixed[: self.tokens].double())

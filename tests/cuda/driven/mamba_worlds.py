@@ -18,9 +18,9 @@ from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadat
 
 from vllm_hypic.backends.linear.mamba2.cuda import HypicCUDAMamba2
 from vllm_hypic.backends.linear.short_conv.cuda import HypicCUDAShortConv
-from vllm_hypic.backends.ops import mamba2
-from vllm_hypic.backends.ops import short_conv as convolution
+from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches, LayerCaches
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2_reference
+from vllm_hypic.backends.ops.short_conv import ShortConvInputs
 from vllm_hypic.backends.ops.short_conv import reference as convolution_reference
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.states import ConvGeometry, DecayGeometry
@@ -104,8 +104,8 @@ class Mamba2(mixed_batch.World):
     def call(self, out: Tensor) -> None:
         mamba_mixer2.mamba_mixer2(self.projected, out, self.name)
 
-    def caches(self, conv: Tensor, *states: Tensor) -> mamba2.Caches:
-        return mamba2.Caches(self.slots, conv, states[0])
+    def caches(self, conv: Tensor, *states: Tensor) -> LayerCaches:
+        return LayerCaches(self.slots, conv, states[0])
 
     def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
         out = torch.zeros(self.tokens, *self.width, dtype=torch.float64)
@@ -128,7 +128,7 @@ def convolved(
 ) -> Tensor:
     """The rows' outputs by the references; caches and records are written."""
     B, C, h = layer.in_proj(hidden)[0].chunk(3, dim=-1)
-    x, out = convolution.Inputs(B * h, C), torch.zeros(hidden.shape, dtype=torch.float64)
+    x, out = ShortConvInputs(B * h, C), torch.zeros(hidden.shape, dtype=torch.float64)
     given = x, layer.weights(), caches, out, records
     convolution_reference.short_conv_compose(*given, *composed)
     if segments is not None:
@@ -168,8 +168,8 @@ class ShortConv(mixed_batch.World):
     def call(self, out: Tensor) -> None:
         short_conv.short_conv(self.hidden, out, self.name)
 
-    def caches(self, conv: Tensor, *states: Tensor) -> convolution.Caches:
-        return convolution.Caches(self.slots, conv)
+    def caches(self, conv: Tensor, *states: Tensor) -> ConvolutionCaches:
+        return ConvolutionCaches(self.slots, conv)
 
     def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
         return convolved(self.layer, self.hidden[: self.tokens], caches, records, composed, segments)

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_hypic.backends.attention.base import AttentionLink
 from vllm_hypic.backends.linear.layout import linear_step
 from vllm_hypic.backends.ops.compiled import kernel_modules, specs_of
-from vllm_hypic.backends.ops.gated_delta import Inputs
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs
 from vllm_hypic.backends.ops.program import SegmentRow, pack
 from vllm_hypic.patches import cuda_kept_lse
 from vllm_hypic.pool import tensors as pool_module
@@ -84,7 +84,7 @@ def delta(heads: int, channel_gates: bool) -> tuple[set[str], set[str]]:
     def one() -> None:
         # Gates are a half each of what was projected; of a single row any part is contiguous where it lies.
         b, a = torch.cat([world.b[:1]] * 2, 1).chunk(2, 1)
-        x = Inputs(world.mixed[:1], world.a[:1] if channel_gates else a.contiguous(), b)
+        x = GatedDeltaInputs(world.mixed[:1], world.a[:1] if channel_gates else a.contiguous(), b)
         (work,) = linear_step(world.step, BLOCK).segments
         row = SegmentRow(0, 0, 0, 1, 0, 1, 3, 0, 1, 1, 0, -1)
         one_row = replace(work, rows=pack([row], SegmentRow))

@@ -30,8 +30,8 @@ from vllm.v1.attention.backends import flash_attn
 from vllm_hypic.backends.attention import cuda_rows as shared_rows
 from vllm_hypic.backends.attention.cuda import HypicCUDAAttentionImpl
 from vllm_hypic.backends.ops.kept_lse import KEPT
+from vllm_hypic.backends.ops.span_attention.eager import rotate, unrotate
 from vllm_hypic.backends.ops.span_attention.plan import causal_kv_lens
-from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 from vllm_hypic.pool.step import AttentionRows, Batch, StepContext
 
 

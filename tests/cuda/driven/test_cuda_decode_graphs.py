@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm_hypic.backends.attention.cuda import CUDAAttentionLink, HypicCUDAAttentionImpl
 from vllm_hypic.backends.attention.cuda_decode import DecodePlans
 from vllm_hypic.backends.ops.span_attention import fixed
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.backends.ops.span_attention.triton import kernels, merge, operators
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector.metadata import HypicMetadata

@@ -36,7 +36,7 @@ from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAtten
 from vllm_hypic.backends.linear.cuda import EVERYTHING, AtOnce, SharedPlans
 from vllm_hypic.backends.linear.gdn.cuda import HypicCUDAGatedDeltaNet
 from vllm_hypic.backends.linear.layout import linear_step
-from vllm_hypic.backends.ops.gated_delta import Inputs
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack, unpack
 from vllm_hypic.pool.step import StepContext
 
@@ -235,7 +235,7 @@ def test_many_segments_are_captured_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         fresh = QwenWorld()
         fresh.pool.transition_blocks.offer(2)
         monkeypatch.setattr(type(fresh.layer), "_segments_at_once", lambda self, most=most: most)
-        x, core = Inputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, *fresh.width)
+        x, core = GatedDeltaInputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, *fresh.width)
         monkeypatch.setattr(type(fresh.layer), "_slots", lambda self, step: world.slots)
         fresh.layer.run_segments(fresh.runtime, fresh.step, both, x, core)
         records = fresh.pool.linear[NAME]
@@ -267,7 +267,7 @@ def test_requests_whose_chunks_lack_many_rows_are_composed_in_turns(monkeypatch:
         plans = SharedPlans().compose_parts(both, CPU, most)
         assert [len(plan.scans) for plan in plans] == [2 // parts] * parts
         fresh = QwenWorld()
-        x, core = Inputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, *fresh.width)
+        x, core = GatedDeltaInputs(fresh.mixed, fresh.a, fresh.b), torch.zeros(fresh.tokens + 2, *fresh.width)
         monkeypatch.setattr(type(fresh.layer), "_at_once", lambda self, most=most: most)
         monkeypatch.setattr(type(fresh.layer), "_slots", lambda self, step: world.slots)
         fresh.layer.run_composed(fresh.runtime, fresh.step, both, x, core)

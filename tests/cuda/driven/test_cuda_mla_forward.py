@@ -36,7 +36,7 @@ from vllm_hypic.backends.attach import layer_refusal
 from vllm_hypic.backends.attention import cuda_rows
 from vllm_hypic.backends.attention.base import AttentionLink
 from vllm_hypic.backends.attention.cuda_mla import backend_of
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.runtime import HypicRuntime

@@ -17,9 +17,9 @@ from benchmarks.gpu.kernels import CHECKS, DTYPES, run_checks
 from benchmarks.gpu.operators import SpanRows, SpanStep, TorchOperators, _TorchSpan
 from benchmarks.gpu.shapes import TINY, AttentionShape
 from benchmarks.gpu.span_cases import SpanCase, SpanRequest
-from vllm_hypic.backends.ops.mamba2 import torch as mamba2
+from vllm_hypic.backends.ops.mamba2 import eager as mamba2
 from vllm_hypic.backends.ops.program import ComposeOp, Mode
-from vllm_hypic.backends.ops.short_conv import torch as short_conv
+from vllm_hypic.backends.ops.short_conv import eager as short_conv
 
 CPU = torch.device("cpu")
 

@@ -126,8 +126,7 @@ def delta_net() -> type:
 
 def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
     """What vLLM computes for the batch that the metadata describes."""
-    from vllm_hypic.backends.ops import gated_delta
-    from vllm_hypic.backends.ops.gated_delta import torch as operators
+    from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, eager
     from vllm_hypic.backends.ops.program import ordinary
     from vllm_hypic.engine.worker import worker_connector
 
@@ -140,8 +139,8 @@ def stock_core(layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     assert bounds[-1] == m.num_actual_tokens
     resumed = [True] * requests if m.has_initial_state is None else m.has_initial_state.tolist()
     caches = layer._current_views().caches(m.non_spec_state_indices_tensor[:requests].contiguous())
-    x, records = gated_delta.Inputs(mixed, a, b), layer.records(worker_connector().runtime)
-    operators.gdn_compose(x, layer.weights(), caches, out, records, *ordinary(bounds, resumed))
+    x, records = GatedDeltaInputs(mixed, a, b), layer.records(worker_connector().runtime)
+    eager.gdn_compose(x, layer.weights(), caches, out, records, *ordinary(bounds, resumed))
 
 
 def parts() -> list[list[list[int]]]:

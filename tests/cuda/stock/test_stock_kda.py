@@ -12,7 +12,8 @@ from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent_kda_p
 from vllm.platforms import current_platform
 from vllm.third_party.flash_linear_attention.ops.kda import fused_recurrent_kda
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, Weights, reference
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights, reference
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.program import ordinary
 from vllm_hypic.pool.tensors import LinearRecords
 
@@ -39,18 +40,20 @@ class Step:
         self.state = normal(5, HEADS, K, K)
         self.slots = torch.tensor([4, 1, 3], dtype=torch.int32)
 
-    def weights(self) -> Weights:
+    def weights(self) -> GatedDeltaWeights:
         taps = torch.zeros(self.mixed.shape[1], 4)
         taps[:, -1] = 1
         bias = self.dt_bias.view(HEADS, K)
-        return Weights.prepare(taps, None, self.A_log, bias, HEADS, 1e-6, gate_bound=self.bound or 0.0)
+        return GatedDeltaWeights.prepare(
+            taps, None, self.A_log, bias, HEADS, 1e-6, gate_bound=self.bound or 0.0
+        )
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Outputs [n, H, V] and states [n, H, V, K] in float64."""
         state = self.state.double().transpose(2, 3).clone()
         out = torch.zeros(TOKENS, HEADS, K, dtype=torch.float64)
-        caches = Caches(self.slots, torch.zeros(5, 3, self.mixed.shape[1]), state)
-        given = Inputs(self.mixed, self.a, self.b), self.weights(), caches, out, no_records()
+        caches = LayerCaches(self.slots, torch.zeros(5, 3, self.mixed.shape[1]), state)
+        given = GatedDeltaInputs(self.mixed, self.a, self.b), self.weights(), caches, out, no_records()
         reference.gdn_compose(*given, *ordinary(range(TOKENS + 1), [True] * TOKENS))
         return out, state.transpose(2, 3)[self.slots.long()]
 

@@ -12,11 +12,14 @@ import torch
 from linear import layer_inputs, mamba2_inputs, test_short_conv
 from record_launches import RECORDED, install
 
-from vllm_hypic.backends.ops import gated_delta, mamba2, short_conv
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
 from vllm_hypic.backends.ops.gated_delta.triton import operators as delta_operators
+from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches, LayerCaches
 from vllm_hypic.backends.ops.linear_layer.triton.plan import plan_compose, plan_segments
+from vllm_hypic.backends.ops.mamba2 import Mamba2Carry, Mamba2Inputs, Mamba2Weights
 from vllm_hypic.backends.ops.mamba2.triton import operators as mamba2_operators
 from vllm_hypic.backends.ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
+from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights
 from vllm_hypic.backends.ops.short_conv.triton import operators as conv_operators
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -48,20 +51,18 @@ def delta(requests: int, rows: int, channel_gates: bool) -> None:
     bias = torch.zeros(heads)
     if channel_gates:
         a, bias = torch.empty(tokens, heads, K, dtype=BF16), torch.zeros(heads, K)
-    x = gated_delta.Inputs(torch.empty(tokens, channels, dtype=BF16), a, b)
-    weights = gated_delta.Weights(
-        torch.zeros(taps, channels), None, torch.zeros(heads), bias, key_heads, 1e-6
-    )
+    x = GatedDeltaInputs(torch.empty(tokens, channels, dtype=BF16), a, b)
+    weights = GatedDeltaWeights(torch.zeros(taps, channels), None, torch.zeros(heads), bias, key_heads, 1e-6)
     conv = torch.empty(1, taps - 1, channels, dtype=BF16)
     # As vLLM has them on CUDA: states [V, K].
-    caches = gated_delta.Caches(slots_of(requests), conv, torch.empty(1, heads, V, K).transpose(2, 3))
+    caches = LayerCaches(slots_of(requests), conv, torch.empty(1, heads, V, K).transpose(2, 3))
     records = layer_inputs.Records(
         state=torch.empty(1, heads, K, V),
         conv_tail=conv,
         transitions=torch.empty(1, K, K, dtype=torch.float16),
         block_of=torch.empty(1, heads, dtype=torch.int32),
     )
-    carries = [gated_delta.Carry.beside(records.state) for _ in range(requests)]
+    carries = [GatedDeltaCarry.beside(records.state) for _ in range(requests)]
     layer = x, weights, caches, torch.empty(tokens, heads, V, dtype=BF16), records
     segments, *composing = programs(requests, rows)
     delta_operators.run_segments(plan_segments(segments, CPU), *layer, carries)
@@ -73,13 +74,13 @@ def scanned(requests: int, rows: int, N: int) -> None:
     inner, channels = heads * P, heads * P + 2 * groups * N
     # As vLLM's projection gives it: a gate, what is convolved, a step a head.
     projected = torch.empty(requests * rows, inner + channels + heads, dtype=BF16)
-    x = mamba2.Inputs(*projected.split([inner, channels, heads], dim=1)[1:])
+    x = Mamba2Inputs(*projected.split([inner, channels, heads], dim=1)[1:])
     head = torch.zeros(heads)
-    weights = mamba2.Weights(torch.zeros(taps, channels), torch.zeros(channels), head, head, head, groups)
+    weights = Mamba2Weights(torch.zeros(taps, channels), torch.zeros(channels), head, head, head, groups)
     state, conv = torch.empty(1, heads, P, N), torch.empty(1, taps - 1, channels, dtype=BF16)
-    caches = mamba2.Caches(slots_of(requests), conv, state)
+    caches = LayerCaches(slots_of(requests), conv, state)
     records = mamba2_inputs.Records(state, conv, torch.empty(1, heads))
-    carries = [mamba2.Carry.beside(state) for _ in range(requests)]
+    carries = [Mamba2Carry.beside(state) for _ in range(requests)]
     out = torch.empty(requests * rows, inner, dtype=BF16).view(-1, heads, P)
     layer = x, weights, caches, out, records
     segments, *composing = programs(requests, rows)
@@ -89,11 +90,11 @@ def scanned(requests: int, rows: int, N: int) -> None:
 
 def convolved(requests: int, rows: int) -> None:
     channels, taps = 2048, 3
-    weights = short_conv.Weights(torch.zeros(taps, channels), None)
+    weights = ShortConvWeights(torch.zeros(taps, channels), None)
     conv = torch.empty(1, taps - 1, channels, dtype=BF16)
     x = torch.empty(requests * rows, channels, dtype=BF16)
-    caches, records = short_conv.Caches(slots_of(requests), conv), test_short_conv.Records(conv)
-    layer = short_conv.Inputs(x, x), weights, caches, x, records
+    caches, records = ConvolutionCaches(slots_of(requests), conv), test_short_conv.Records(conv)
+    layer = ShortConvInputs(x, x), weights, caches, x, records
     segments, *composing = programs(requests, rows)
     conv_operators.run(plan_segments(segments, CPU), *layer)
     conv_operators.run(plan_compose(*composing, CPU), *layer)

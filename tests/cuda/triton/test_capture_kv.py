@@ -8,8 +8,8 @@ import pytest
 import torch
 from backends.cases import cos_sin_table
 
+from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
-from vllm_hypic.backends.ops.span_attention.torch import unrotate
 from vllm_hypic.backends.ops.span_attention.triton.capture import capture_
 from vllm_hypic.backends.ops.span_attention.triton.pages import gather_slots, scatter_slots
 

@@ -10,8 +10,8 @@ import torch
 from backends.cases import cos_sin_table
 from span_cases import FP8, LARGEST, SCALES, Case, over, short_parts, skip_without_fp8
 
+from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
-from vllm_hypic.backends.ops.span_attention.torch import unrotate
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
 

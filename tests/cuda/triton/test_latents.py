@@ -13,8 +13,8 @@ from backends.cases import DTYPES, POSITIONS, TOLERANCE, cos_sin_table
 
 from vllm_hypic.backends.ops.span_attention import plan, reference
 from vllm_hypic.backends.ops.span_attention.columns import CacheColumns, PoolColumns
+from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
-from vllm_hypic.backends.ops.span_attention.torch import unrotate
 from vllm_hypic.backends.ops.span_attention.triton.capture import capture_latents_
 from vllm_hypic.backends.ops.span_attention.triton.latents import attend_latents, join_latents, refuses
 

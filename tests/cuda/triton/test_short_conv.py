@@ -18,7 +18,7 @@ SIZES = [1, 2, 3, 16, 33, 70]
 
 @pytest.fixture(autouse=True)
 def _there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(others, "torch_ops", There(operators))
+    monkeypatch.setattr(others, "eager", There(operators))
 
 
 @pytest.mark.parametrize(("tokens", "taps", "dtype"), [

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm_hypic.backends.attention.private_kv import cache_index, layout
 from vllm_hypic.backends.attention.quantised_kv import QuantisedCache, UsedBlocks
 from vllm_hypic.backends.ops.span_attention import Layout
-from vllm_hypic.backends.ops.span_attention.torch import gather
+from vllm_hypic.backends.ops.span_attention.eager import gather
 
 LAYOUTS = {"vec": Layout.LINES, "vec16": Layout.LINES, "amx": Layout.PAIRS}
 """Of the kernels for x86."""

@@ -42,7 +42,7 @@ from vllm_hypic.backends.linear.mamba1 import cpu
 from vllm_hypic.backends.linear.mamba1.cpu import HypicMamba1
 from vllm_hypic.backends.linear.retention import mixers
 from vllm_hypic.backends.ops import extension, span_attention
-from vllm_hypic.backends.ops.span_attention.torch import rotate
+from vllm_hypic.backends.ops.span_attention.eager import rotate
 from vllm_hypic.backends.probe import Unsupported, _Call, _link
 from vllm_hypic.backends.rope import RopeTap
 from vllm_hypic.config.engine import HypicConfig

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.span_attention import torch as torch_ops
+from vllm_hypic.backends.ops.span_attention import eager
+from vllm_hypic.backends.ops.span_attention.eager import rotate, unrotate
 from vllm_hypic.backends.ops.span_attention.reference import rotate_reference, unrotate_reference
-from vllm_hypic.backends.ops.span_attention.torch import rotate, unrotate
 
 from .cases import cos_sin_table
 
@@ -97,7 +97,7 @@ def test_unrotate(
     rotary: int, neox: bool, scale: float, table_dtype: torch.dtype, dtype: torch.dtype
 ) -> None:
     """Rows of more than one block; the table's own rounding and mscale must not be seen."""
-    rows = torch_ops._UNROTATE_BLOCK + 7
+    rows = eager._UNROTATE_BLOCK + 7
     Rotated(rows, rotary=rotary, neox=neox, dtype=dtype, table_dtype=table_dtype, scale=scale).check()
 
 

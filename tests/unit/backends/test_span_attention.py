@@ -12,21 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_hypic.backends.ops import extension
-from vllm_hypic.backends.ops.span_attention import choose, native, reference
-from vllm_hypic.backends.ops.span_attention import torch as torch_ops
+from vllm_hypic.backends.ops.span_attention import choose, eager, native, reference
+from vllm_hypic.backends.ops.span_attention.eager import causal_lse, merge
 from vllm_hypic.backends.ops.span_attention.reference import merge_reference
-from vllm_hypic.backends.ops.span_attention.torch import causal_lse, merge
 from vllm_hypic.pool.tensors import quantised
 
 from .cases import DTYPES, LSE_TOLERANCE, Cached, Case, Parts
 
-KERNELS = pytest.mark.parametrize("kernels", [torch_ops, native], ids=["torch", "c++"])
+KERNELS = pytest.mark.parametrize("kernels", [eager, native], ids=["eager", "c++"])
 
 
 def test_the_kernels_are_built() -> None:
     """Tests of C++ kernels must not pass because nothing was built."""
     assert extension.missing() is None
-    assert choose(64, "cpu") is native and choose(72, "cpu") is torch_ops
+    assert choose(64, "cpu") is native and choose(72, "cpu") is eager
 
 
 SCALES = 0.75, 2.5
@@ -215,7 +214,7 @@ def test_bad_arguments_are_refused(change: dict[str, object], says: str) -> None
 def test_cache_lse(block: int, size: int, dtype: torch.dtype) -> None:
     requests = (1, 1), (1, 40), (7, 7), (5, 33), (60, 300), (2, 260)
     case = Cached(*requests, dtype=dtype, block=block, size=size)
-    ours = torch_ops.cache_lse(*case.lse_arguments)
+    ours = eager.cache_lse(*case.lse_arguments)
     error = (ours.double() - reference.cache_lse(*case.lse_arguments)).abs().max()
     assert float(error) <= LSE_TOLERANCE[dtype]
 
@@ -223,7 +222,7 @@ def test_cache_lse(block: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_merge_in_place(dtype: torch.dtype) -> None:
     parts = Parts(dtype, 48)
-    torch_ops.merge_(parts.output, parts.lse, parts.other, parts.other_lse, parts.query_ranges)
+    eager.merge_(parts.output, parts.lse, parts.other, parts.other_lse, parts.query_ranges)
     parts.check(parts.output)
 
 
@@ -263,7 +262,7 @@ def test_merge_is_associative(seed: int) -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 40), st.integers(1, 40), SEEDS, st.sampled_from([torch_ops, native]))
+@given(st.integers(1, 40), st.integers(1, 40), SEEDS, st.sampled_from([eager, native]))
 def test_columns_split_anywhere(first: int, second: int, seed: int, kernels: ModuleType) -> None:
     """Two spans merged are the span over both, for rows that end anywhere."""
     case = Case((5, first + second), seed=seed)

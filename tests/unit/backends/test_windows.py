@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.span_attention import reference
-from vllm_hypic.backends.ops.span_attention import torch as torch_ops
+from vllm_hypic.backends.ops.span_attention import eager, reference
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import AttentionRows, BatchRow, StreamTensors, composed_row
 
@@ -58,10 +57,10 @@ def test_hiding_nothing_changes_nothing(kernels: ModuleType) -> None:
 )
 def test_cached_tokens(window: int | None, cap: float, dtype: torch.dtype) -> None:
     case = Cached((1, 1), (1, 600), (7, 7), (5, 33), (60, 900), dtype=dtype, window=window)
-    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (torch_ops, reference))
+    found, wanted = (ops.cache_attention(*case.attention_arguments, cap) for ops in (eager, reference))
     close(found, wanted, dtype)
     if window is None:
-        close((found[0], torch_ops.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
+        close((found[0], eager.cache_lse(*case.lse_arguments, cap)), wanted, dtype)
 
 
 def test_what_a_plan_hides() -> None:

@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.decay_attention import Caches, Carry, Inputs, Relocation
+from vllm_hypic.backends.ops.decay_attention import DecayAttentionCarry, DecayAttentionInputs, Relocation
+from vllm_hypic.backends.ops.linear_layer.arguments import StateCaches
 
 from .decaying import DecayingLayer
 from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, unwritten
@@ -81,11 +82,11 @@ class Layer(DecayingLayer):
         records = Records(
             unwritten(SLOTS, heads, K, V, dtype=single), unwritten(SLOTS, *shape.decays, dtype=single)
         )
-        carries = [emptied(Carry.beside(records)) for _ in range(SLOTS)]
+        carries = [emptied(DecayAttentionCarry.beside(records)) for _ in range(SLOTS)]
         out = unwritten(rows, heads, V, dtype=dtype)
         table = torch.cat([angles.cos(), angles.sin()], dim=1).to(single)
-        inputs = Inputs(q, k, v, g.to(single))
-        return Layer(shape, inputs, None, Caches(slots(), held), out, records, carries, table)
+        inputs = DecayAttentionInputs(q, k, v, g.to(single))
+        return Layer(shape, inputs, None, StateCaches(slots(), held), out, records, carries, table)
 
     def rotated_from(self, position: int) -> Layer:
         """The layer with q and k as if its rows stood at positions from here on, the first at `position`."""

@@ -66,7 +66,7 @@ class Kind:
 
     def served(self, shape: Any, dtype: torch.dtype) -> list[str]:
         """The operators that serve such a layer."""
-        return ["native", "torch"] if self.serves(shape, dtype) else ["torch"]
+        return ["native", "eager"] if self.serves(shape, dtype) else ["eager"]
 
     def check_segments(self, module: str, layer: Any, segments: Sequence[Segment], *cuts: int) -> None:
         """Runs `layer` beside the reference's."""
@@ -217,9 +217,9 @@ KINDS = {
 }
 DECAYING = {name: kind for name, kind in KINDS.items() if kind.checks is decaying}
 CONVOLVED = ("mamba2", "gates-of-heads", "gates-of-channels")
-IDS = {"native": "c++", "torch": "torch", "reference": "reference"}
-MODULES = pytest.mark.parametrize("module", ["native", "torch"], ids=IDS.get)
-LAWFUL = pytest.mark.parametrize("module", ["reference", "torch"])
+IDS = {"native": "c++", "eager": "eager", "reference": "reference"}
+MODULES = pytest.mark.parametrize("module", ["native", "eager"], ids=IDS.get)
+LAWFUL = pytest.mark.parametrize("module", ["reference", "eager"])
 """Those that compute in float64 where inputs are."""
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.gated_delta import Caches, Carry, Inputs, Weights
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 
 from .layers import (
     PAD,
@@ -76,7 +77,7 @@ class Layer(World):
             return torch.randn(*size, generator=gen)
 
         bias = step_biases(gen, *s.gates)
-        weights = Weights.prepare(
+        weights = GatedDeltaWeights.prepare(
             0.5 * normal(s.channels, s.taps),
             0.1 * normal(s.channels) if s.bias else None,
             torch.log(1 + 15 * torch.rand(s.heads, generator=gen)),
@@ -88,8 +89,8 @@ class Layer(World):
         )
         rows = tokens + 2 * PAD
         mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, *s.gates), normal(rows, s.heads)
-        x = Inputs(*(amid_poison(t).to(dtype) for t in (mixed, a, b)))
-        caches = Caches(
+        x = GatedDeltaInputs(*(amid_poison(t).to(dtype) for t in (mixed, a, b)))
+        caches = LayerCaches(
             slots(),
             cache(2, s.taps - 1, s.channels, dtype=dtype),
             cache(3, s.heads, s.K, s.V, dtype=torch.float32),
@@ -101,7 +102,7 @@ class Layer(World):
             torch.arange(SLOTS * s.heads, dtype=torch.int32).flip(0).reshape(SLOTS, s.heads).clone(),
         )
         carries = [
-            Carry(
+            GatedDeltaCarry(
                 unwritten(s.heads, s.K, s.K),
                 unwritten(s.heads, s.K, s.V),
                 torch.full((s.heads,), -7, dtype=torch.int32),

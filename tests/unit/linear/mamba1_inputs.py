@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_hypic.backends.ops.mamba1 import Caches, Carry, Inputs, Weights
+from vllm_hypic.backends.ops.linear_layer.arguments import StateCaches
+from vllm_hypic.backends.ops.mamba1 import Mamba1Carry, Mamba1Inputs, Mamba1Weights
 
 from .decaying import DecayingLayer
 from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, step_biases, unwritten
@@ -50,21 +51,21 @@ class Layer(DecayingLayer):
             return torch.randn(*size, generator=gen)
 
         bias = step_biases(gen, channels)
-        weights = Weights.prepare(-torch.arange(1.0, N + 1).expand(channels, N), bias, normal(channels))
+        weights = Mamba1Weights.prepare(-torch.arange(1.0, N + 1).expand(channels, N), bias, normal(channels))
         rows = tokens + 2 * PAD
         x, dt, gate = normal(rows, channels), 0.5 * normal(rows, channels), normal(rows, channels)
         B, C = (amid_poison(normal(rows, N)).to(dtype) for _ in range(2))
         # Rows of wider matrices, as a projection's parts are.
         wide = amid_poison(torch.cat([x, dt, gate], dim=1)).to(dtype)
         single = torch.float64 if dtype == torch.float64 else torch.float32
-        caches = Caches(slots(), cache(3, channels, N, dtype=dtype if dtype == torch.float64 else state))
+        caches = StateCaches(slots(), cache(3, channels, N, dtype=dtype if dtype == torch.float64 else state))
         records = Records(
             unwritten(SLOTS, channels, N, dtype=single), unwritten(SLOTS, channels, dtype=single)
         )
-        carries = [emptied(Carry.beside(records.state)) for _ in range(SLOTS)]
+        carries = [emptied(Mamba1Carry.beside(records.state)) for _ in range(SLOTS)]
         out = unwritten(rows, channels, dtype=dtype)
         return Layer(
-            shape, Inputs(*wide.split(channels, dim=1), B, C), weights, caches, out, records, carries
+            shape, Mamba1Inputs(*wide.split(channels, dim=1), B, C), weights, caches, out, records, carries
         )
 
     def with_steps(self, dt: float) -> Layer:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_hypic.backends.ops.mamba2 import Caches, Carry, Inputs, Weights
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
+from vllm_hypic.backends.ops.mamba2 import Mamba2Carry, Mamba2Inputs, Mamba2Weights
 
 from .decaying import DecayingLayer
 from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, step_biases, unwritten
@@ -62,7 +63,7 @@ class Layer(DecayingLayer):
             return torch.randn(*size, generator=gen)
 
         bias = step_biases(gen, s.heads)
-        weights = Weights.prepare(
+        weights = Mamba2Weights.prepare(
             0.5 * normal(s.channels, s.taps),
             0.1 * normal(s.channels) if s.bias else None,
             -1 - 15 * torch.rand(s.heads, generator=gen),
@@ -73,7 +74,7 @@ class Layer(DecayingLayer):
         rows = tokens + 2 * PAD
         mixed, dt = normal(rows, s.channels), 0.5 * normal(rows, s.heads)
         single = torch.float64 if dtype == torch.float64 else torch.float32
-        caches = Caches(
+        caches = LayerCaches(
             slots(),
             cache(2, s.taps - 1, s.channels, dtype=dtype),
             cache(3, s.heads, s.P, s.N, dtype=dtype if dtype == torch.float64 else state),
@@ -83,8 +84,8 @@ class Layer(DecayingLayer):
             unwritten(SLOTS, s.taps - 1, s.channels, dtype=dtype),
             unwritten(SLOTS, s.heads, dtype=single),
         )
-        carries = [emptied(Carry.beside(records.state)) for _ in range(SLOTS)]
-        inputs = Inputs(*(amid_poison(t).to(dtype) for t in (mixed, dt)))
+        carries = [emptied(Mamba2Carry.beside(records.state)) for _ in range(SLOTS)]
+        inputs = Mamba2Inputs(*(amid_poison(t).to(dtype) for t in (mixed, dt)))
         out = unwritten(rows, s.heads, s.P, dtype=dtype)
         return Layer(shape, inputs, weights, caches, out, records, carries)
 

@@ -28,7 +28,7 @@ def test_what_mamba1s_kernels_refuse() -> None:
     assert "24 channels with states of 16, not multiples" in str(
         mamba1.native.refuses(torch.float32, odd.caches.state)
     )
-    assert mamba1.choose(odd.x, odd.caches) is mamba1.torch
+    assert mamba1.choose(odd.x, odd.caches) is mamba1.eager
     assert "inputs in torch.float16" in str(mamba1.native.refuses(torch.float16, layer.caches.state))
     assert "states in torch.float64" in str(mamba1.native.refuses(torch.float32, layer.caches.state.double()))
 
@@ -41,7 +41,7 @@ def test_what_mamba2s_kernels_refuse() -> None:
         assert mamba2.choose(half.weights, half.caches) is mamba2.native
     odd = mamba2_inputs.Layer.make(mamba2_inputs.Shape(1, 1, 16, 8), 4)
     assert "multiples" in str(mamba2.native.refuses(odd.weights, odd.caches))
-    assert mamba2.choose(odd.weights, odd.caches) is mamba2.torch
+    assert mamba2.choose(odd.weights, odd.caches) is mamba2.eager
     wide = mamba2_inputs.Layer.make(mamba2_inputs.Shape(1, 1, 16, 16, taps=5), 4)
     assert "width 5" in str(mamba2.native.refuses(wide.weights, wide.caches))
     inputs = replace(layer.caches, conv=layer.caches.conv.half())
@@ -53,7 +53,7 @@ def test_what_the_gated_delta_kernels_refuse() -> None:
     assert gated_delta.choose(layer.weights, layer.caches) is gated_delta.native
     odd = layer_inputs.Layer.make(layer_inputs.Shape(1, 2, 8, 16), 4)
     assert "multiples" in str(gated_delta.native.refuses(odd.weights, odd.caches))
-    assert gated_delta.choose(odd.weights, odd.caches) is gated_delta.torch
+    assert gated_delta.choose(odd.weights, odd.caches) is gated_delta.eager
     half = replace(layer.caches, state=layer.caches.state.bfloat16())
     assert "bfloat16" in str(gated_delta.native.refuses(layer.weights, half))
 
@@ -69,7 +69,7 @@ def test_what_the_decay_kernels_refuse() -> None:
     layer = decay_inputs.Layer.make(DECAY, 1)
     assert decay_attention.choose(layer.x, layer.caches) is decay_attention.native
     exact = layer.exact()
-    assert decay_attention.choose(layer.x, exact.caches) is decay_attention.torch
+    assert decay_attention.choose(layer.x, exact.caches) is decay_attention.eager
     assert decay_attention.native.refuses(torch.float32, exact.caches.state) == "states in torch.float64"
     assert decay_attention.native.refuses(torch.float16, layer.caches.state) == "inputs in torch.float16"
     odd = decay_inputs.Layer.make(decay_inputs.Shape(1, 16, 7), 1)

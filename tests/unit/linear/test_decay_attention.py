@@ -10,15 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.decay_attention import Relocation, native, reference
-from vllm_hypic.backends.ops.decay_attention import torch as torch_ops
+from vllm_hypic.backends.ops.decay_attention import Relocation, eager, native, reference
 
 from .decay_inputs import POSITIONS, Layer, Shape
 from .decaying import NONE, TRANSITION
 from .layers import Segment, compose_program, relative, run_compose, run_segments
 
 
-@pytest.mark.parametrize("module", [reference, torch_ops], ids=["reference", "torch"])
+@pytest.mark.parametrize("module", [reference, eager], ids=["reference", "eager"])
 @settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
@@ -70,7 +69,7 @@ def test_relocation_is_rotation(neighbours: bool) -> None:
     assert relative(moved(S, 9), S) > 0.1
 
 
-@pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
+@pytest.mark.parametrize("module", [native, eager], ids=["c++", "eager"])
 def test_channels_that_decay_apart_cannot_be_relocated(module: ModuleType) -> None:
     layer = Layer.make(Shape(2, 16, 32, channel_gates=True), 4)
     rows, ops = compose_program([(0, False, [(0, 4, -1, NONE)])])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from vllm_hypic.backends.linear.drafted import Drafted, parts, special_part
 from vllm_hypic.backends.linear.layout import NO_STEP, StockRows
-from vllm_hypic.backends.ops.gated_delta import Caches, Inputs, native, reference
-from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
+from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs, eager, native, reference
+from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.program import ordinary
 
 from .layer_inputs import PAD, Layer, Shape
@@ -73,7 +73,9 @@ def run(layer: Layer, module: ModuleType, requests: list[Request], prefill: int,
             r.before = r.slots[0] if step < 0 else r.slots[n - 1]
 
 
-def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Tensor, *, apart: bool) -> None:
+def apply(
+    layer: Layer, module: ModuleType, drafted: Drafted, x: GatedDeltaInputs, out: Tensor, *, apart: bool
+) -> None:
     """As a layer does it."""
     caches, starts = layer.caches, drafted.starts
     special = frozenset(r for r in drafted.decoding if apart and starts[r + 1] == starts[r] + 1)
@@ -83,20 +85,20 @@ def apply(layer: Layer, module: ModuleType, drafted: Drafted, x: Inputs, out: Te
         whole.move([caches.conv, caches.state])
         for row in special:
             token, slot = slice(starts[row], starts[row + 1]), whole.metadata[row : row + 1]
-            here, program = Caches(slot, caches.conv, caches.state), ordinary([0, 1], [1])
+            here, program = LayerCaches(slot, caches.conv, caches.state), ordinary([0, 1], [1])
             module.gdn_compose(x.part(token), layer.weights, here, out[token], layer.records, *program)
     for part in parts(drafted, work, lambda rows, slots: (rows, slots)):
         part.move([caches.conv, caches.state])
         rows, slots = part.metadata
         assert isinstance(rows, StockRows)
         ours = out[part.tokens]
-        here = Caches(slots.contiguous(), caches.conv, caches.state)
+        here = LayerCaches(slots.contiguous(), caches.conv, caches.state)
         program = ordinary(rows.starts, rows.computed)
         module.gdn_compose(x.part(part.tokens), layer.weights, here, ours, layer.records, *program)
         out[part.tokens] = ours
 
 
-@pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
+@pytest.mark.parametrize("module", [native, eager], ids=["c++", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("case", ACCEPTED)
@@ -104,7 +106,7 @@ def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str, apar
     prefill, steps, slots = 5, len(ACCEPTED[case]), 2 * (DRAFTS + 1) + 1
     layer = Layer.make(shape, 2 * TOKENS)
     caches = [t.new_full((slots, *t.shape[1:]), torch.nan) for t in (layer.caches.conv, layer.caches.state)]
-    layer = replace(layer, caches=Caches(layer.caches.slots, *caches))
+    layer = replace(layer, caches=LayerCaches(layer.caches.slots, *caches))
     first = Request(0, [3, 1, 4, 2], LENGTHS[case], ACCEPTED[case])
     # The other one is where the first is a step later: never both the same.
     turned = [*range(1, steps), 0]
@@ -121,7 +123,7 @@ def test_drafts_leave_no_trace(module: ModuleType, shape: Shape, case: str, apar
 def exactly(layer: Layer, request: Request) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, state and the convolution's inputs behind what was accepted, by the token loop."""
     exact = layer.exact()
-    caches = Caches(torch.zeros(1, dtype=torch.int32), exact.caches.conv, exact.caches.state)
+    caches = LayerCaches(torch.zeros(1, dtype=torch.int32), exact.caches.conv, exact.caches.state)
     rows = slice(PAD + request.first, PAD + request.first + request.done)
     out = exact.out[rows].clone()
     program = ordinary([0, request.done], [0])

@@ -224,7 +224,7 @@ def test_records_of_parts_make_that_of_the_whole(kind: Kind, module: str, length
 @pytest.mark.parametrize(("kind", "module"), [
     pytest.param(kind, module, id=f"{name}-{IDS[module]}")
     for name, kind in KINDS.items() if "decay" not in name
-    for module in ("torch", "reference" if kind in DECAYING.values() else "native")
+    for module in ("eager", "reference" if kind in DECAYING.values() else "native")
 ])  # fmt: skip
 @settings(max_examples=15, deadline=None)
 @given(

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.gated_delta import native, reference
-from vllm_hypic.backends.ops.gated_delta import torch as torch_ops
+from vllm_hypic.backends.ops.gated_delta import eager, native, reference
 from vllm_hypic.backends.ops.program import Mode
 
 from .layer_inputs import PAD, SLOTS, Layer, Segment, Shape
@@ -44,7 +43,7 @@ SHAPES = [
 ]
 NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 
-MODULES = pytest.mark.parametrize("module", [native, torch_ops], ids=["c++", "torch"])
+MODULES = pytest.mark.parametrize("module", [native, eager], ids=["c++", "eager"])
 GATES = pytest.mark.parametrize("channel_gates", [False, True], ids=["of-heads", "of-channels"])
 
 

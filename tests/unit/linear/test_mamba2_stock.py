@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllm_hypic.backends.ops.mamba2 import native, reference
-from vllm_hypic.backends.ops.mamba2 import torch as torch_ops
+from vllm_hypic.backends.ops.mamba2 import eager, native, reference
 from vllm_hypic.backends.ops.program import Mode
 
 from .decaying import run_compose
@@ -71,7 +70,7 @@ def rounded(layer: Layer) -> Layer:
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("module", [native, torch_ops, reference], ids=["c++", "torch", "reference"])
+@pytest.mark.parametrize("module", [native, eager, reference], ids=["c++", "eager", "reference"])
 def test_prefill(module: ModuleType, dtype: torch.dtype, state: torch.dtype, resumed: bool) -> None:
     """Sums of other order apart, which move an element across a rounding edge now and then."""
     layer = rounded(Layer.make(SHAPE, TOKENS, dtype, state))

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches
 from vllm_hypic.backends.ops.program import Mode
-from vllm_hypic.backends.ops.short_conv import Caches, Inputs, Weights, reference
-from vllm_hypic.backends.ops.short_conv import torch as torch_ops
+from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights, eager, reference
 
 from .layers import (
     PAD,
@@ -58,9 +58,9 @@ class Layer(World):
 
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
-        weights = Weights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
-        x = Inputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
-        caches = Caches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
+        weights = ShortConvWeights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
+        x = ShortConvInputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
+        caches = ConvolutionCaches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
         records = Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype))
         return Layer(None, x, weights, caches, unwritten(rows, CHANNELS, dtype=dtype), records, None)
 
@@ -77,7 +77,7 @@ def check(run: Callable[..., None], layer: Layer, program: Any, *cuts: Any) -> L
     """
     ours, exact = layer, layer.exact()
     run(reference, exact, program)
-    run(torch_ops, ours, program, *cuts)
+    run(eager, ours, program, *cuts)
     written = ~exact.out.isnan().all(1)
     assert written.any() and torch.equal(written, ~ours.out.isnan().any(1))
     assert relative(ours.out[written], exact.out[written]) < TOLERANCE[ours.x.value.dtype]
@@ -168,11 +168,11 @@ def test_composing_is_one_scan(head: int, interior: int, tail: int, taps: int) -
     layer = Layer.make(n, taps)
     whole, ours = layer.exact(), layer.copy()
     run_segments(reference, whole, [Segment(0, 0, n, 0, n, 0)])
-    run_segments(torch_ops, ours, [Segment(1, 0, head + interior, head, head + interior, 4)])
+    run_segments(eager, ours, [Segment(1, 0, head + interior, head, head + interior, 4)])
     # Behind something else, of which the interior's own inputs are to leave nothing.
     ours.resume(2)
     run_compose(
-        torch_ops, ours, [(2, True, [(0, head, 4, Mode.TRANSITION), (head + interior, tail, -1, Mode.NONE)])]
+        eager, ours, [(2, True, [(0, head, 4, Mode.TRANSITION), (head + interior, tail, -1, Mode.NONE)])]
     )
     rows = slice(PAD + head + interior, PAD + n)
     # Where the interior is shorter than the reach, rows before it are in the tail; here these are the same.
@@ -184,9 +184,9 @@ def test_a_missing_tail_would_show() -> None:
     layer.record(1)
     request: list[Composed] = [(0, False, [(0, 8, 1, Mode.TRANSITION), (8, 32, -1, Mode.NONE)])]
     right, wrong = layer.copy(), layer.copy()
-    run_compose(torch_ops, right, request)
+    run_compose(eager, right, request)
     wrong.records.conv_tail[1] = 0
-    run_compose(torch_ops, wrong, request)
+    run_compose(eager, wrong, request)
     first, later = slice(PAD + 8, PAD + 10), slice(PAD + 10, PAD + 40)
     assert relative(wrong.out[first], right.out[first]) > 0.1
     assert torch.equal(wrong.out[later], right.out[later]), "the convolution reaches back two rows"

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from ..ops import span_attention
 from ..ops.span_attention import CacheColumns, Layout, PoolColumns
-from ..ops.span_attention.torch import unrotate
+from ..ops.span_attention.eager import unrotate
 from .base import AttentionLink, PublicAttention
 from .private_kv import cache_index, layout
 from .quantised_kv import OfPass, QuantisedCache, UsedBlocks

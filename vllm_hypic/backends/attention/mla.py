@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from ...pool.step import PublicRows
 from ..ops import span_attention
 from ..ops.span_attention import CacheColumns, PoolColumns
-from ..ops.span_attention.torch import unrotate
+from ..ops.span_attention.eager import unrotate
 from .base import AttentionLink
 from .latents import LatentAttention, LatentLink, LatentRows
 

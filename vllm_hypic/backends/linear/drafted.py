@@ -44,7 +44,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Part:
+class DraftedPart:
     """Token rows that one call runs.
 
     ``moved``: source and target slots of the states that :meth:`move` copies before the call; ``metadata``:
@@ -65,7 +65,7 @@ class Part:
 
 def special_part(
     drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
-) -> Part:
+) -> DraftedPart:
     """Return a part with all rows, of which our operators run those in ``work.special``.
 
     A special request that decodes has no drafts; its state moves from the slot after its last token to its
@@ -77,12 +77,12 @@ def special_part(
     elsewhere = of != into
     moved = of[elsewhere].long(), into[elsewhere].long()
     whole = drafted.whole
-    return Part(whole.tokens, moved, metadata_of(whole, slots))
+    return DraftedPart(whole.tokens, moved, metadata_of(whole, slots))
 
 
 def parts(
     drafted: Drafted, work: LinearStep, metadata_of: Callable[[StockRows, torch.Tensor], Any]
-) -> list[Part]:
+) -> list[DraftedPart]:
     """Return the parts that stock code runs, in order.  ``metadata_of(rows, slots [requests])`` makes the
     metadata of a sub-batch."""
     nowhere = drafted.slots[:0].long()
@@ -92,7 +92,9 @@ def parts(
     work = replace(work, special=work.special | frozenset(decoding))
     rest = stock_rows(work, starts, [*map(int, drafted.resumed)], 0)
     if rest is not None:
-        found.append(Part(rest.tokens, (nowhere, nowhere), metadata_of(rest, drafted.slots[rest.batch_rows])))
+        found.append(
+            DraftedPart(rest.tokens, (nowhere, nowhere), metadata_of(rest, drafted.slots[rest.batch_rows]))
+        )
     lengths = {i: starts[decoding[i] + 1] - starts[decoding[i]] for i in decoded}
     for t in range(max(lengths.values(), default=0)):
         here = [i for i, length in lengths.items() if length > t]
@@ -102,5 +104,5 @@ def parts(
         elsewhere = of != into
         moved = of[elsewhere].long(), into[elsewhere].long()
         batch = StockRows(len(here), tokens, [*range(len(here) + 1)], rows, [1] * len(here))
-        found.append(Part(tokens, moved, metadata_of(batch, into)))
+        found.append(DraftedPart(tokens, moved, metadata_of(batch, into)))
     return found

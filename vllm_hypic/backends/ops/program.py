@@ -36,7 +36,7 @@ class SegmentRow(NamedTuple):
     has_head: int
     """Whether rows precede the interior, in this pass or in an earlier pass."""
     carry: int
-    """Number of the interior's `Carry`; -1 if the interior is whole or leading."""
+    """Number of the interior's carry; -1 if the interior is whole or leading."""
 
 
 class Mode(IntEnum):

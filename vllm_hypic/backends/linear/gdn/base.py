@@ -11,6 +11,7 @@ from ....pool.families import GATED_DELTA_NET
 from ....pool.runtime import HypicRuntime
 from ....pool.tensors import LinearRecords
 from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
 from ..base import LinearLayer, Scratch
 from ..layout import Segments
 
@@ -21,7 +22,7 @@ _CHUNK = 64
 _FLOAT = torch.float32.itemsize
 
 
-class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
+class DeltaNet(LinearLayer[GatedDeltaInputs, GatedDeltaCarry]):
     """Mixin before a layer of vLLM: capture by ``gdn_segments`` and composition by ``gdn_compose``."""
 
     family = GATED_DELTA_NET
@@ -42,9 +43,9 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
 
     def core(self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core: torch.Tensor) -> None:
         """Run the recurrence of the whole batch into ``core [n, Hv, V]``; capture and compose records."""
-        self.run(gated_delta.Inputs(mixed_qkv, a, b), core)
+        self.run(GatedDeltaInputs(mixed_qkv, a, b), core)
 
-    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+    def run_stock(self, x: GatedDeltaInputs, out: torch.Tensor) -> None:
         self.stock_core(x.mixed, x.b, x.a, out)
 
     def stock_core(
@@ -67,14 +68,14 @@ class DeltaNet(LinearLayer[gated_delta.Inputs, gated_delta.Carry]):
     def records(self, runtime: HypicRuntime) -> LinearRecords:
         return runtime.pool.records(self.prefix, LinearRecords)
 
-    def cut(self, runtime: HypicRuntime, segments: Segments) -> list[gated_delta.Carry]:
+    def cut(self, runtime: HypicRuntime, segments: Segments) -> list[GatedDeltaCarry]:
         """Return the carried data of the interiors that span passes."""
         state = self.records(runtime).state
-        return self.carried(segments, lambda: gated_delta.Carry.beside(state))
+        return self.carried(segments, lambda: GatedDeltaCarry.beside(state))
 
-    def weights(self) -> gated_delta.Weights:
+    def weights(self) -> GatedDeltaWeights:
         """Prepare the layer's constants for the operators."""
-        return gated_delta.Weights.prepare(
+        return GatedDeltaWeights.prepare(
             self.conv_weight(),
             self.conv1d.bias,
             self.A_log,

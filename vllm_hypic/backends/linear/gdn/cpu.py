@@ -18,6 +18,8 @@ from vllm.utils.torch_utils import (
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights
+from ...ops.linear_layer.arguments import LayerCaches
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
 from .base import DeltaNet, HypicGatedDeltaNet
@@ -58,7 +60,7 @@ class CPUDeltaNet(DeltaNet):
         runtime: HypicRuntime,
         step: StepContext,
         segments: Segments,
-        x: gated_delta.Inputs,
+        x: GatedDeltaInputs,
         out: torch.Tensor,
     ) -> None:
         views = self._current_views()
@@ -70,15 +72,15 @@ class CPUDeltaNet(DeltaNet):
         runtime: HypicRuntime,
         step: StepContext,
         composed: Composed,
-        x: gated_delta.Inputs,
+        x: GatedDeltaInputs,
         out: torch.Tensor,
     ) -> None:
         views = self._current_views()
         views.ops.gdn_compose(*self._layer(views, runtime, x, out), composed.rows, composed.ops)
 
     def _layer(
-        self, views: _Views, runtime: HypicRuntime, x: gated_delta.Inputs, core: torch.Tensor
-    ) -> tuple[gated_delta.Inputs, gated_delta.Weights, gated_delta.Caches, torch.Tensor, LinearRecords]:
+        self, views: _Views, runtime: HypicRuntime, x: GatedDeltaInputs, core: torch.Tensor
+    ) -> tuple[GatedDeltaInputs, GatedDeltaWeights, LayerCaches, torch.Tensor, LinearRecords]:
         metadata = get_forward_context().attn_metadata[self.prefix]
         caches = views.caches(metadata.non_spec_state_indices_tensor)
         return x, views.weights, caches, core, self.records(runtime)
@@ -204,8 +206,8 @@ class _Views:
         self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
         self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))
 
-    def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
-        return gated_delta.Caches(slots.contiguous(), self.conv, self.state)
+    def caches(self, slots: torch.Tensor) -> LayerCaches:
+        return LayerCaches(slots.contiguous(), self.conv, self.state)
 
 
 def _hypic_gdn_attention_core(

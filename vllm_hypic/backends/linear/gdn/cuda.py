@@ -17,6 +17,8 @@ from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
 from ....pool.runtime import Once
 from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaInputs
+from ...ops.linear_layer.arguments import LayerCaches
 from ..base import Scratch
 from ..cuda import AtOnce, SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
@@ -51,7 +53,7 @@ class CUDADeltaNet(DeltaNet):
         runtime: HypicRuntime,
         step: StepContext,
         segments: Segments,
-        x: gated_delta.Inputs,
+        x: GatedDeltaInputs,
         out: torch.Tensor,
     ) -> None:
         from ...ops.gated_delta.triton import operators
@@ -68,7 +70,7 @@ class CUDADeltaNet(DeltaNet):
         runtime: HypicRuntime,
         step: StepContext,
         composed: Composed,
-        x: gated_delta.Inputs,
+        x: GatedDeltaInputs,
         out: torch.Tensor,
     ) -> None:
         from ...ops.gated_delta.triton import operators
@@ -188,7 +190,7 @@ class CUDADeltaNet(DeltaNet):
         for n, segments, composing in warm_up_plans(device):
             mixed, b = conv.new_zeros(n, conv.size(2)), conv.new_zeros(n, heads)
             a = conv.new_zeros(n, heads, K) if self.channel_gates else b
-            x, out = gated_delta.Inputs(mixed, a, b), conv.new_empty(n, heads, V)
+            x, out = GatedDeltaInputs(mixed, a, b), conv.new_empty(n, heads, V)
             runtime.pool.transition_blocks.offer(0)
             operators.run_segments(
                 segments, x, views.weights, caches, out, records, [], runtime.dead_transition
@@ -247,8 +249,8 @@ class _Views:
         self.conv = conv[:, : len(self.weights.weight) - 1]
         self.state = state.transpose(2, 3)  # vLLM's is [slots, Hv, V, K]
 
-    def caches(self, slots: torch.Tensor) -> gated_delta.Caches:
-        return gated_delta.Caches(slots, self.conv, self.state)
+    def caches(self, slots: torch.Tensor) -> LayerCaches:
+        return LayerCaches(slots, self.conv, self.state)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
-from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaWeights
 from ..own_layer import OwnLayer
 from .own_recurrence import OwnRecurrence
 
@@ -61,13 +61,13 @@ class CPUDeltaNetMixer(OwnRecurrence, OwnLayer):
         torch.ops.vllm.hypic_gdn_attention_core(mixed, b, gates, core, _encode_layer_name(self.prefix))
         return self._projected(core, hidden)
 
-    def weights(self) -> gated_delta.Weights:
+    def weights(self) -> GatedDeltaWeights:
         """Prepare the layer's constants for the operators, with a decay rate of zero: no gate value makes a
         state decay."""
         heads = torch.zeros(self.num_v_heads // self.tp_size)
         largest = 2.0 if self.config.allow_neg_eigval else 1.0
         taps = self.conv_weight().detach().t().float().contiguous()
-        return gated_delta.Weights(taps, None, heads, heads, len(heads), self.l2_eps, largest)
+        return GatedDeltaWeights(taps, None, heads, heads, len(heads), self.l2_eps, largest)
 
     def conv_weight(self) -> torch.Tensor:
         """Return the depthwise weights ``[channels, k]``; without convolutions, those of the identity."""

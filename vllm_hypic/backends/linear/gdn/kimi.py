@@ -15,7 +15,7 @@ from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedD
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 from vllm.utils.torch_utils import _encode_layer_name
 
-from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaWeights
 from .base import DeltaNet
 from .own_recurrence import OwnRecurrence
 
@@ -41,8 +41,8 @@ class KimiDelta(DeltaNet):
         """Return the factor of the sigmoid that bounds log decays; ``None``: log decays have no bound."""
         raise NotImplementedError
 
-    def weights(self) -> gated_delta.Weights:
-        return gated_delta.Weights.prepare(
+    def weights(self) -> GatedDeltaWeights:
+        return GatedDeltaWeights.prepare(
             self.conv_weight(),
             None,
             self.A_log.flatten(),

@@ -11,7 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.models.bailing_moe_v3 import BailingMoeV3KimiDeltaAttention
 
-from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaInputs, GatedDeltaWeights
 from ..base import Scratch
 from ..layout import LinearStep
 from .cuda import CUDADeltaNet
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Rows(gated_delta.Inputs):
+class _Rows(GatedDeltaInputs):
     """Operator inputs plus ``opening [rows, H, K]``, the gates of the output's norm."""
 
     opening: torch.Tensor
@@ -55,7 +55,7 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
         runtime: HypicRuntime,
         step: StepContext,
         work: LinearStep,
-        x: gated_delta.Inputs,
+        x: GatedDeltaInputs,
         out: torch.Tensor,
     ) -> None:
         super().run_special(runtime, step, work, x, out)
@@ -63,7 +63,7 @@ class HypicCUDAKimiDeltaNet(KimiDelta, CUDADeltaNet, KimiGatedDeltaNetAttention)
         # The norm runs over all rows, because stock code overwrites its rows afterwards.
         out.copy_(self.o_norm(out[None], x.opening)[0])
 
-    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+    def run_stock(self, x: GatedDeltaInputs, out: torch.Tensor) -> None:
         assert isinstance(x, _Rows)
         KimiGatedDeltaNetAttention._forward(self, x.mixed, x.a[None], x.opening, x.b[None], out[None])
 
@@ -99,9 +99,9 @@ class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDelta
         if runtime is None or runtime.step is None:
             BailingMoeV3KimiDeltaAttention._forward(self, *parts, g1, beta, core_attn_out)
         else:
-            self.run(gated_delta.Inputs(torch.cat(parts, -1), g1[0], beta[0]), core_attn_out[0])
+            self.run(GatedDeltaInputs(torch.cat(parts, -1), g1[0], beta[0]), core_attn_out[0])
 
-    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+    def run_stock(self, x: GatedDeltaInputs, out: torch.Tensor) -> None:
         parts = x.mixed.chunk(3, -1)
         BailingMoeV3KimiDeltaAttention._forward(self, *parts, x.a[None], x.b[None], out[None])
 
@@ -110,5 +110,5 @@ class HypicCUDABailingDeltaNet(BailingDelta, CUDADeltaNet, BailingMoeV3KimiDelta
         side_by_side = rows * self.conv_dim // self.tp_size * dtype.itemsize  # q, k and v
         return own._replace(working=own.working + side_by_side)
 
-    def weights(self) -> gated_delta.Weights:
+    def weights(self) -> GatedDeltaWeights:
         return replace(super().weights(), gates_given=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 
-from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaWeights
 from .base import DeltaNet
 from .own_recurrence import OwnRecurrence
 
@@ -32,6 +32,6 @@ class HypicCPUOlmoDeltaNet(OwnRecurrence, OlmoHybridGatedDeltaNetAttention):
         """Run the recurrence into ``core_attn_out``, with the contract of the stock method."""
         self.core(mixed_qkv, b, a, core_attn_out)
 
-    def weights(self) -> gated_delta.Weights:
+    def weights(self) -> GatedDeltaWeights:
         largest = 2.0 if self.allow_neg_eigval else 1.0
         return replace(super().weights(), eps=self.l2_eps, largest_beta=largest)

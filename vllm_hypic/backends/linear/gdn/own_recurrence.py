@@ -11,7 +11,8 @@ from vllm.forward_context import get_forward_context
 
 from ....pool.states import TRANSITION_DTYPE
 from ....pool.tensors import LinearRecords
-from ...ops import gated_delta
+from ...ops.gated_delta import GatedDeltaInputs
+from ...ops.linear_layer.arguments import LayerCaches
 from ...ops.program import ordinary
 from .cpu import CPUDeltaNet
 
@@ -26,7 +27,7 @@ class OwnRecurrence(CPUDeltaNet):
     """Epsilon added to the squared norms of q and k in their normalisation, as in vLLM's kernels for these
     layers."""
 
-    def run_stock(self, x: gated_delta.Inputs, out: torch.Tensor) -> None:
+    def run_stock(self, x: GatedDeltaInputs, out: torch.Tensor) -> None:
         by_layer = get_forward_context().attn_metadata
         if by_layer is None or (metadata := by_layer.get(self.prefix)) is None:
             return  # vLLM's profile run has no metadata
@@ -37,7 +38,7 @@ class OwnRecurrence(CPUDeltaNet):
         )
 
 
-def _no_records(caches: gated_delta.Caches, inputs: torch.Tensor) -> LinearRecords:
+def _no_records(caches: LayerCaches, inputs: torch.Tensor) -> LinearRecords:
     """Return the records of a pool without slots, for requests that read no record."""
     heads, K, V = caches.state.shape[1:]
     return LinearRecords(

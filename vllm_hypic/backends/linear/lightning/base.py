@@ -17,6 +17,8 @@ from vllm.forward_context import get_forward_context
 
 from ....pool.tensors import RetentionRecords
 from ...ops import decay_attention
+from ...ops.decay_attention import DecayAttentionCarry, DecayAttentionInputs, Relocation
+from ...ops.linear_layer.arguments import StateCaches
 from ...ops.program import ordinary
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
 
 
-class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
+class DecayingLayer(LinearLayer[DecayAttentionInputs, DecayAttentionCarry]):
     """Mixin before a layer with one state ``[H, K, V]``: it adds capture, composition, and the recurrence of
     plain rows.  Projections, norms and rotation have produced the inputs."""
 
@@ -42,7 +44,7 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
     if TYPE_CHECKING:  # vLLM's
         kv_cache: tuple[torch.Tensor, ...]
 
-    def run_stock(self, x: decay_attention.Inputs, out: torch.Tensor) -> None:
+    def run_stock(self, x: DecayAttentionInputs, out: torch.Tensor) -> None:
         metadata = self._metadata()
         starts = metadata.query_start_loc[: metadata.num_decodes + metadata.num_prefills + 1].tolist()
         computed = metadata.seq_lens[: len(starts) - 1] - metadata.query_start_loc[: len(starts)].diff()
@@ -56,11 +58,11 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         runtime: HypicRuntime,
         step: StepContext,
         segments: Segments,
-        x: decay_attention.Inputs,
+        x: DecayAttentionInputs,
         out: torch.Tensor,
     ) -> None:
         records = runtime.pool.records(self.prefix, RetentionRecords)
-        carries = self.carried(segments, lambda: decay_attention.Carry.beside(records))
+        carries = self.carried(segments, lambda: DecayAttentionCarry.beside(records))
         caches = self._caches()
         run = decay_attention.choose(x, caches).decay_attention_segments
         run(x, caches, out, records, segments.rows, carries)
@@ -70,14 +72,14 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         runtime: HypicRuntime,
         step: StepContext,
         composed: Composed,
-        x: decay_attention.Inputs,
+        x: DecayAttentionInputs,
         out: torch.Tensor,
     ) -> None:
         records = runtime.pool.records(self.prefix, RetentionRecords)
         relocation = None
         if self._table is not None:
             neighbours = not self.rotary_emb.is_neox_style
-            relocation = decay_attention.Relocation(composed.shifts, self._table, neighbours)
+            relocation = Relocation(composed.shifts, self._table, neighbours)
         caches = self._caches()
         run = decay_attention.choose(x, caches).decay_attention_compose
         run(x, caches, out, records, composed.rows, composed.ops, relocation)
@@ -114,5 +116,5 @@ class DecayingLayer(LinearLayer[decay_attention.Inputs, decay_attention.Carry]):
         log = state[..., 0] if self.channel_gates else state[..., 0, 0]
         return RetentionRecords(state, log.contiguous())
 
-    def _caches(self) -> decay_attention.Caches:
-        return decay_attention.Caches(self._metadata().state_indices_tensor, self.kv_cache[0])
+    def _caches(self) -> StateCaches:
+        return StateCaches(self._metadata().state_indices_tensor, self.kv_cache[0])

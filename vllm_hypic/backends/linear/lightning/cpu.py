@@ -14,7 +14,7 @@ from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import BailingM
 from vllm.platforms import current_platform
 
 from ....pool.families import LIGHTNING
-from ...ops import decay_attention
+from ...ops.decay_attention import DecayAttentionInputs
 from .base import DecayingLayer
 from .rotation import rotating_exactly
 
@@ -55,7 +55,7 @@ class HypicLightning(DecayingLayer, BailingMoELinearAttention):
     ) -> torch.Tensor:
         """Run the recurrence, as stock does: ``q``, ``k``, ``v [rows, H, K]`` fp32 -> ``[rows, H K]``."""
         out = torch.empty(v.shape)
-        self.run(decay_attention.Inputs(q, k, v, self._log_decays), out)
+        self.run(DecayAttentionInputs(q, k, v, self._log_decays), out)
         return out.flatten(1)
 
     _decode_infer = _prefill_and_mix_infer

@@ -23,8 +23,11 @@ from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadata
 from ....pool.appended import append_diagonal
 from ....pool.families import MAMBA1
 from ....pool.tensors import DiagonalRecords
-from ...ops import mamba1, short_conv
-from ...ops.short_conv import torch as convolution
+from ...ops import mamba1
+from ...ops.linear_layer.arguments import ConvolutionCaches, StateCaches
+from ...ops.mamba1 import Mamba1Carry, Mamba1Inputs, Mamba1Weights
+from ...ops.short_conv import ShortConvInputs, ShortConvWeights
+from ...ops.short_conv.eager import short_conv_compose, short_conv_segments
 from ..base import LinearLayer
 from ..layout import Composed, Segments, StockRows
 from ..mamba_rows import cpu_fields, slots_of
@@ -34,8 +37,8 @@ if TYPE_CHECKING:
     from ....pool.step import StepContext
     from ....pool.tensors import StateRecords
 
-Convolve = Callable[[short_conv.Inputs, short_conv.Weights, short_conv.Caches, torch.Tensor], None]
-Scan = Callable[[ModuleType, mamba1.Inputs, mamba1.Weights, mamba1.Caches, torch.Tensor], None]
+Convolve = Callable[[ShortConvInputs, ShortConvWeights, ConvolutionCaches, torch.Tensor], None]
+Scan = Callable[[ModuleType, Mamba1Inputs, Mamba1Weights, StateCaches, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class HiddenRows:
         return HiddenRows(self.hidden[tokens])
 
 
-class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
+class HypicMamba1(LinearLayer[HiddenRows, Mamba1Carry], MambaMixer):
     """vLLM's layer plus capture by ``mamba1_segments`` and composition by ``mamba1_compose``."""
 
     family = MAMBA1
@@ -65,7 +68,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         self, runtime: HypicRuntime, step: StepContext, segments: Segments, x: HiddenRows, out: torch.Tensor
     ) -> None:
         records, carries = self._records(runtime), self._cut(runtime, segments)
-        convolve = partial(convolution.short_conv_segments, records=records, rows=segments.rows)
+        convolve = partial(short_conv_segments, records=records, rows=segments.rows)
 
         def scan(ops: ModuleType, *layer: Any) -> None:
             ops.mamba1_segments(*layer, records, segments.rows, carries)
@@ -76,7 +79,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         self, runtime: HypicRuntime, step: StepContext, composed: Composed, x: HiddenRows, out: torch.Tensor
     ) -> None:
         records, rows, operations = self._records(runtime), composed.rows, composed.ops
-        convolve = partial(convolution.short_conv_compose, records=records, rows=rows, ops=operations)
+        convolve = partial(short_conv_compose, records=records, rows=rows, ops=operations)
 
         def scan(ops: ModuleType, *layer: Any) -> None:
             ops.mamba1_compose(*layer, records, rows, operations)
@@ -117,16 +120,16 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
         unpacked = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
         taps = self.conv1d.weight if unpacked is None else unpacked
         convolve(
-            short_conv.Inputs(value, None),
-            short_conv.Weights.prepare(taps.view(channels, -1), self.conv1d.bias),
-            short_conv.Caches(slots, conv),
+            ShortConvInputs(value, None),
+            ShortConvWeights.prepare(taps.view(channels, -1), self.conv1d.bias),
+            ConvolutionCaches(slots, conv),
             convolved,
         )
         if len(tokens):
             steps, B[tokens], C[tokens] = self._ssm_transform(convolved[tokens])
             dt[tokens] = steps.transpose(-2, -1)
-        inputs, caches = mamba1.Inputs(convolved, dt, gate, B, C), mamba1.Caches(slots, state)
-        weights = mamba1.Weights.prepare(self.A, self._time_proj_bias(), self.D)
+        inputs, caches = Mamba1Inputs(convolved, dt, gate, B, C), StateCaches(slots, state)
+        weights = Mamba1Weights.prepare(self.A, self._time_proj_bias(), self.D)
         scan(mamba1.choose(inputs, caches), inputs, weights, caches, scanned)
         if len(tokens):
             out[tokens] = self.out_proj(scanned[tokens])[0]
@@ -134,7 +137,7 @@ class HypicMamba1(LinearLayer[HiddenRows, mamba1.Carry], MambaMixer):
     def _records(self, runtime: HypicRuntime) -> DiagonalRecords:
         return runtime.pool.records(self.prefix, DiagonalRecords)
 
-    def _cut(self, runtime: HypicRuntime, segments: Segments) -> list[mamba1.Carry]:
+    def _cut(self, runtime: HypicRuntime, segments: Segments) -> list[Mamba1Carry]:
         """Return the carried data of the interiors that span passes."""
         state = self._records(runtime).state
-        return self.carried(segments, lambda: mamba1.Carry.beside(state))
+        return self.carried(segments, lambda: Mamba1Carry.beside(state))

@@ -16,7 +16,8 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from ....pool.families import MAMBA2
 from ....pool.runtime import HypicRuntime
 from ....pool.tensors import DecayRecords
-from ...ops import mamba2
+from ...ops.linear_layer.arguments import LayerCaches
+from ...ops.mamba2 import Mamba2Carry, Mamba2Inputs, Mamba2Weights
 from ..base import LinearLayer
 from ..layout import Segments
 
@@ -33,7 +34,7 @@ class ProjectedRows:
         return ProjectedRows(self.projected[tokens])
 
 
-class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
+class HypicMamba2(LinearLayer[ProjectedRows, Mamba2Carry], MambaMixer2):
     """vLLM's layer plus capture by ``mamba2_segments`` and composition by ``mamba2_compose``.
 
     Stock code applies gate, norm and output projection after the custom operator.
@@ -51,31 +52,31 @@ class HypicMamba2(LinearLayer[ProjectedRows, mamba2.Carry], MambaMixer2):
     def run_stock(self, x: ProjectedRows, out: torch.Tensor) -> None:
         MambaMixer2.conv_ssm_forward(self, x.projected, out)
 
-    def by_head(self, x: ProjectedRows, out: torch.Tensor) -> tuple[mamba2.Inputs, torch.Tensor]:
+    def by_head(self, x: ProjectedRows, out: torch.Tensor) -> tuple[Mamba2Inputs, torch.Tensor]:
         """Return the operators' inputs for ``x``, and ``out [rows, H * P]`` as ``[rows, H, P]``."""
         _, mixed, dt = x.projected.split(
             [self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], dim=-1
         )
-        return mamba2.Inputs(mixed, dt), out.view(len(out), -1, self.head_dim)
+        return Mamba2Inputs(mixed, dt), out.view(len(out), -1, self.head_dim)
 
     def records(self, runtime: HypicRuntime) -> DecayRecords:
         return runtime.pool.records(self.prefix, DecayRecords)
 
-    def cut(self, runtime: HypicRuntime, segments: Segments) -> list[mamba2.Carry]:
+    def cut(self, runtime: HypicRuntime, segments: Segments) -> list[Mamba2Carry]:
         """Return the carried data of the interiors that span passes."""
         state = self.records(runtime).state
-        return self.carried(segments, lambda: mamba2.Carry.beside(state))
+        return self.carried(segments, lambda: Mamba2Carry.beside(state))
 
-    def caches(self, slots: torch.Tensor) -> mamba2.Caches:
+    def caches(self, slots: torch.Tensor) -> LayerCaches:
         """Return the layer's caches with ``slots`` by batch row."""
         conv, state = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
         # Stock code keeps the inputs of drafts after these rows.
-        return mamba2.Caches(slots, conv[:, : self.conv_kernel_size - 1], state)
+        return LayerCaches(slots, conv[:, : self.conv_kernel_size - 1], state)
 
-    def weights(self) -> mamba2.Weights:
+    def weights(self) -> Mamba2Weights:
         """Prepare the layer's constants for the operators."""
         groups = self.n_groups // self.tp_size
-        return mamba2.Weights.prepare(
+        return Mamba2Weights.prepare(
             self.conv_weights, self.conv1d.bias, self.A, self.dt_bias, self.D, groups
         )

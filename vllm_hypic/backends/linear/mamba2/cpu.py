@@ -9,6 +9,8 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, compute_varlen_chunk_metadata
 
 from ...ops import mamba2
+from ...ops.linear_layer.arguments import LayerCaches
+from ...ops.mamba2 import Mamba2Inputs, Mamba2Weights
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
 from ..mamba_rows import cpu_fields, drafted_of, slots_of, with_slots_in_a_row
@@ -85,7 +87,7 @@ class HypicCPUMamba2(HypicMamba2):
 
     def _layer(
         self, runtime: HypicRuntime, x: ProjectedRows, out: torch.Tensor
-    ) -> tuple[mamba2.Inputs, mamba2.Weights, mamba2.Caches, torch.Tensor, DecayRecords]:
+    ) -> tuple[Mamba2Inputs, Mamba2Weights, LayerCaches, torch.Tensor, DecayRecords]:
         """Return the operators' arguments, with ``out`` viewed per head."""
         inputs, heads = self.by_head(x, out)
         caches = self.caches(slots_of(get_forward_context().attn_metadata[self.prefix]))

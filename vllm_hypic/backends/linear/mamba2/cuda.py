@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, Mamb
 
 from ....pool.runtime import Once
 from ...ops import mamba2
+from ...ops.mamba2 import Mamba2Weights
 from ..base import Scratch
 from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
@@ -33,7 +34,7 @@ _CARRIED = 2
 class HypicCUDAMamba2(HypicMamba2):
     """vLLM's CUDA layer plus capture and composition."""
 
-    _constants: mamba2.Weights | None = None
+    _constants: Mamba2Weights | None = None
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
         """Return the spec without the stock layer's promise that a pass keeps states of block boundaries in
@@ -122,7 +123,7 @@ class HypicCUDAMamba2(HypicMamba2):
     def weights_changed(self) -> None:
         self._constants = None
 
-    def _weights(self) -> mamba2.Weights:
+    def _weights(self) -> Mamba2Weights:
         if self._constants is None:
             self._constants = self.weights()
         return self._constants

@@ -32,7 +32,7 @@ from vllm.v1.attention.backends.linear_attn import BailingLinearAttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from ....pool.families import GATED_LINEAR, LIGHTNING
-from ...ops import decay_attention
+from ...ops.decay_attention import DecayAttentionInputs
 from ..lightning.base import DecayingLayer
 from ..lightning.rotation import rotating_exactly
 from ..own_layer import OwnLayer
@@ -68,7 +68,7 @@ class DecayMixer(DecayingLayer, OwnLayer):
         )
         return self._projected(y.to(hidden.dtype), hidden)
 
-    def core(self, x: decay_attention.Inputs, out: torch.Tensor) -> None:
+    def core(self, x: DecayAttentionInputs, out: torch.Tensor) -> None:
         """Run the recurrence of the whole batch into ``out [n, H, V]``; capture and compose records."""
         if get_forward_context().attn_metadata is None:
             self.hypic_reached = True
@@ -185,7 +185,7 @@ def _hypic_decay_attention(
 ) -> None:
     """Run the core of the named layer into ``out``, as a custom operator."""
     layer = get_forward_context().no_compile_layers[_resolve_layer_name(layer_name)]
-    layer.core(decay_attention.Inputs(q, k, v, log_decays), out)
+    layer.core(DecayAttentionInputs(q, k, v, log_decays), out)
 
 
 direct_register_custom_op(

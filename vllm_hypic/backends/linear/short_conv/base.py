@@ -15,7 +15,8 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from ....pool.families import SHORT_CONVOLUTION
 from ....pool.runtime import HypicRuntime
 from ....pool.tensors import ConvRecords
-from ...ops import short_conv
+from ...ops.linear_layer.arguments import ConvolutionCaches
+from ...ops.short_conv import ShortConvInputs, ShortConvWeights
 from ..base import LinearLayer
 
 
@@ -43,7 +44,7 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
         x: HiddenRows,
         out: torch.Tensor,
         tokens: torch.Tensor,
-        run: Callable[[short_conv.Inputs, torch.Tensor], None],
+        run: Callable[[ShortConvInputs, torch.Tensor], None],
     ) -> None:
         """Project token rows ``tokens [n]`` (n >= 0), call ``run``, and project its result into ``out``."""
         rows, channels = len(x.hidden), self.conv.weight.size(0)
@@ -51,18 +52,18 @@ class HypicShortConv(LinearLayer[HiddenRows, None], ShortConv):
         if len(tokens):
             B, C, h = self.in_proj(x.hidden[tokens])[0].chunk(3, dim=-1)
             value[tokens], gate[tokens] = B * h, C
-        run(short_conv.Inputs(value, gate), convolved)
+        run(ShortConvInputs(value, gate), convolved)
         if len(tokens):
             out[tokens] = self.out_proj(convolved[tokens])[0]
 
-    def caches(self, slots: torch.Tensor) -> short_conv.Caches:
+    def caches(self, slots: torch.Tensor) -> ConvolutionCaches:
         """Return the layer's caches with ``slots`` by batch row."""
         (conv,) = self.kv_cache
         conv = conv.transpose(1, 2) if is_conv_state_dim_first() else conv
         # Stock code keeps the inputs of drafts after these rows.
-        return short_conv.Caches(slots, conv[:, : self.L_cache - 1])
+        return ConvolutionCaches(slots, conv[:, : self.L_cache - 1])
 
-    def weights(self) -> short_conv.Weights:
+    def weights(self) -> ShortConvWeights:
         """Prepare the layer's constants for the operators."""
         weight = self.conv.weight
-        return short_conv.Weights.prepare(weight.view(weight.size(0), -1), self.conv.bias)
+        return ShortConvWeights.prepare(weight.view(weight.size(0), -1), self.conv.bias)

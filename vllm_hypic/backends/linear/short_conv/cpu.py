@@ -13,8 +13,9 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
-from ...ops import short_conv
-from ...ops.short_conv import torch as operators
+from ...ops.linear_layer.arguments import ConvolutionCaches
+from ...ops.short_conv import ShortConvInputs
+from ...ops.short_conv.eager import short_conv_compose, short_conv_segments
 from ..drafted import Drafted
 from ..layout import Composed, Segments, StockRows
 from ..mamba_rows import cpu_fields, drafted_of, slots_of, with_slots_in_a_row
@@ -50,9 +51,9 @@ class HypicCPUShortConv(HypicShortConv):
     ) -> None:
         records = self.records(runtime)
 
-        def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
+        def run(inputs: ShortConvInputs, convolved: torch.Tensor) -> None:
             caches, weights = self._caches(), self.weights()
-            operators.short_conv_segments(inputs, weights, caches, convolved, records, segments.rows)
+            short_conv_segments(inputs, weights, caches, convolved, records, segments.rows)
 
         self.projected(x, out, segments.tokens, run)
 
@@ -66,11 +67,9 @@ class HypicCPUShortConv(HypicShortConv):
     ) -> None:
         records = self.records(runtime)
 
-        def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
+        def run(inputs: ShortConvInputs, convolved: torch.Tensor) -> None:
             caches, weights = self._caches(), self.weights()
-            operators.short_conv_compose(
-                inputs, weights, caches, convolved, records, composed.rows, composed.ops
-            )
+            short_conv_compose(inputs, weights, caches, convolved, records, composed.rows, composed.ops)
 
         self.projected(x, out, composed.tokens, run)
 
@@ -88,5 +87,5 @@ class HypicCPUShortConv(HypicShortConv):
         """Return ``None``: PyTorch's operators, the only operators on CPU, serve every layer."""
         return None
 
-    def _caches(self) -> short_conv.Caches:
+    def _caches(self) -> ConvolutionCaches:
         return self.caches(slots_of(get_forward_context().attn_metadata[self.prefix]))

@@ -14,8 +14,8 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
 from ....pool.runtime import Once
-from ...ops import short_conv
 from ...ops.linear_layer import limits
+from ...ops.short_conv import ShortConvInputs, ShortConvWeights
 from ..base import Scratch
 from ..cuda import SharedPlans, warm_up_plans
 from ..layout import Composed, Segments, StockRows
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class HypicCUDAShortConv(HypicShortConv):
     """vLLM's CUDA layer plus capture and composition."""
 
-    _constants: short_conv.Weights | None = None
+    _constants: ShortConvWeights | None = None
 
     def forward_cuda(self, hidden_states: torch.Tensor, output: torch.Tensor) -> None:
         """Run the layer into ``output``, with the contract of the stock method."""
@@ -80,7 +80,7 @@ class HypicCUDAShortConv(HypicShortConv):
         caches = self.caches(step.shared.of(SharedPlans).slots(metadata, slots_of))
         records, weights = self.records(runtime), self._weights()
 
-        def run(inputs: short_conv.Inputs, convolved: torch.Tensor) -> None:
+        def run(inputs: ShortConvInputs, convolved: torch.Tensor) -> None:
             operators.run(plan, inputs, weights, caches, convolved, records)
 
         (tokens,) = step.shared.of(SharedPlans)(
@@ -112,7 +112,7 @@ class HypicCUDAShortConv(HypicShortConv):
         caches = self.caches(torch.zeros(1, dtype=torch.int32, device=weight.device))
         for n, segments, composing in warm_up_plans(weight.device):
             rows, out = weight.new_zeros(n, weight.size(0)), weight.new_empty(n, weight.size(0))
-            x = short_conv.Inputs(rows, rows)
+            x = ShortConvInputs(rows, rows)
             operators.run(segments, x, weights, caches, out, records)
             operators.run(composing, x, weights, caches, out, records)
 
@@ -126,7 +126,7 @@ class HypicCUDAShortConv(HypicShortConv):
     def weights_changed(self) -> None:
         self._constants = None
 
-    def _weights(self) -> short_conv.Weights:
+    def _weights(self) -> ShortConvWeights:
         if self._constants is None:
             self._constants = self.weights()
         return self._constants

@@ -16,9 +16,10 @@ run at positions d further on therefore has the state R(d) S_zero, and a record 
 position: see `Relocation`. Where each channel decays by its own gate, rotation does not commute with the
 decay, and `relocation` must be `None`.
 
-The package has two operators, each with one signature in `reference` (float64), `torch` and `native` (C++);
-`arguments` and `ops.program` define the arguments. Both operators read and write vLLM's cache as a stock
-operator does, so a request may alternate between these and stock operators, in any number of passes.
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch) and
+`native` (C++); `arguments`, `linear_layer.arguments` and `ops.program` define the arguments. Both operators
+read and write vLLM's cache as a stock operator does, so a request may alternate between these and stock
+operators, in any number of passes.
 
 `decay_attention_segments(x, caches, out, records, rows, carries)`
     Runs rows of segment requests: writes outputs, the running state and, for the interior, log T and the
@@ -36,13 +37,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import native
-from . import torch as torch_ops
-from .arguments import Caches, Carry, Inputs, Records, Relocation
+from ..linear_layer.arguments import StateCaches
+from . import eager, native
+from .arguments import DecayAttentionCarry, DecayAttentionInputs, DecayAttentionRecords, Relocation
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Relocation", "choose"]
+__all__ = ["DecayAttentionCarry", "DecayAttentionInputs", "DecayAttentionRecords", "Relocation", "choose"]
 
 
-def choose(x: Inputs, caches: Caches) -> ModuleType:
+def choose(x: DecayAttentionInputs, caches: StateCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
-    return torch_ops if native.refuses(x.q.dtype, caches.state) else native
+    return eager if native.refuses(x.q.dtype, caches.state) else native

@@ -1,4 +1,4 @@
-"""Arguments of the layer operators: a layer's inputs, its cache in vLLM, its records and its carries."""
+"""Arguments of the layer operators: inputs, records and carries; `linear_layer` has the caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Inputs:
+class DecayAttentionInputs:
     """Token rows of a pass.  `q` (scaled) and `k` [rows, H, K], rotated if the layer rotates; `v`
     [rows, H, V]; log decays `g` <= 0: [H] fp32, which all rows share, or [rows, H, K], one per channel of K.
     Rows may be strided."""
@@ -24,22 +24,13 @@ class Inputs:
     def channel_gates(self) -> bool:
         return self.g.dim() == 3
 
-    def part(self, tokens: slice | Tensor) -> Inputs:
+    def part(self, tokens: slice | Tensor) -> DecayAttentionInputs:
         """Return the inputs of these rows."""
         g = self.g[tokens] if self.channel_gates else self.g
-        return Inputs(self.q[tokens], self.k[tokens], self.v[tokens], g)
+        return DecayAttentionInputs(self.q[tokens], self.k[tokens], self.v[tokens], g)
 
 
-@dataclass(frozen=True)
-class Caches:
-    """vLLM's cache: `slots` int32 by batch row, and by slot `state` [H, K, V] fp32, bf16 or fp16.  States are
-    rounded to that dtype at the end of a pass.  Slots may be strided."""
-
-    slots: Tensor
-    state: Tensor
-
-
-class Records(Protocol):
+class DecayAttentionRecords(Protocol):
     """A layer's part of the pool: by slot `state` [H, K, V] and `log_transition` fp32, the sum of the
     interior's log decays, [H] or [H, K] like the layer's decays; -inf (T is zero) in leading records."""
 
@@ -51,7 +42,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Carry:
+class DecayAttentionCarry:
     """The part of an interior that earlier passes computed, carried to the next pass: `log_transition` fp64
     of the interior's rows so far, and `state` [H, K, V] fp32, their end state from zero."""
 
@@ -59,10 +50,12 @@ class Carry:
     state: Tensor
 
     @staticmethod
-    def beside(records: Records) -> Carry:
+    def beside(records: DecayAttentionRecords) -> DecayAttentionCarry:
         """Return an uninitialised carry for a layer with such records."""
         log = records.log_transition[0]
-        return Carry(torch.empty_like(log, dtype=torch.float64), torch.empty_like(records.state[0]))
+        return DecayAttentionCarry(
+            torch.empty_like(log, dtype=torch.float64), torch.empty_like(records.state[0])
+        )
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import extension, native_layer
-from .arguments import Caches, Carry, Inputs, Records, Relocation
+from ..linear_layer.arguments import StateCaches
+from .arguments import DecayAttentionCarry, DecayAttentionInputs, DecayAttentionRecords, Relocation
 
 refuses = native_layer.refuses
 
 
 def decay_attention_segments(
-    x: Inputs, caches: Caches, out: Tensor, records: Records, rows: Tensor, carries: Sequence[Carry]
+    x: DecayAttentionInputs,
+    caches: StateCaches,
+    out: Tensor,
+    records: DecayAttentionRecords,
+    rows: Tensor,
+    carries: Sequence[DecayAttentionCarry],
 ) -> None:
     """See the package."""
     extension.kernels().decay_attention_segments(
@@ -27,10 +33,10 @@ def decay_attention_segments(
 
 
 def decay_attention_compose(
-    x: Inputs,
-    caches: Caches,
+    x: DecayAttentionInputs,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: DecayAttentionRecords,
     rows: Tensor,
     ops: Tensor,
     relocation: Relocation | None = None,
@@ -44,5 +50,5 @@ def decay_attention_compose(
     )
 
 
-def _layer(x: Inputs, caches: Caches, out: Tensor) -> tuple[Tensor, ...]:
+def _layer(x: DecayAttentionInputs, caches: StateCaches, out: Tensor) -> tuple[Tensor, ...]:
     return x.q, x.k, x.v, x.g, caches.slots, caches.state, out

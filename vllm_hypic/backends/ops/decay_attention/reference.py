@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..linear_layer.arguments import StateCaches
 from ..program import Mode
 from ..walk import run_compose, run_segments
-from .arguments import Caches, Carry, Inputs, Records, Relocation
+from .arguments import DecayAttentionCarry, DecayAttentionInputs, DecayAttentionRecords, Relocation
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,9 @@ class Walk:
 
     scan = staticmethod(scan)
 
-    def __init__(self, x: Inputs, caches: Caches, out: Tensor, relocation: Relocation | None = None) -> None:
+    def __init__(
+        self, x: DecayAttentionInputs, caches: StateCaches, out: Tensor, relocation: Relocation | None = None
+    ) -> None:
         if relocation is not None and x.channel_gates:
             raise ValueError("relocation: expected None where channels decay apart")
         self.x, self.caches, self.out, self.relocation = x, caches, out, relocation
@@ -51,7 +54,7 @@ class Walk:
         state = self.caches.state[self.slot].to(self.dtype)
         self.state = state if resumed else torch.zeros_like(state)
 
-    def begin(self, carry: Carry | None) -> None:
+    def begin(self, carry: DecayAttentionCarry | None) -> None:
         self.alone = torch.zeros_like(self.state) if carry is None else carry.state.to(self.dtype)
         decays = self.x.g.new_zeros(self.x.g.shape[-2:] if self.x.channel_gates else self.x.g.shape)
         self.log = decays.double() if carry is None else carry.log_transition
@@ -70,14 +73,14 @@ class Walk:
         if interior:
             self.alone, self.log = after[1], self.log + own.sum(0)
 
-    def record(self, records: Records, slot: int, *, leading: bool) -> None:
+    def record(self, records: DecayAttentionRecords, slot: int, *, leading: bool) -> None:
         records.state[slot] = (self.state if leading else self.alone).to(records.state.dtype)
         records.log_transition[slot] = -torch.inf if leading else self.log.to(records.log_transition.dtype)
 
-    def pause(self, carry: Carry) -> None:
+    def pause(self, carry: DecayAttentionCarry) -> None:
         carry.log_transition[:], carry.state[:] = self.log, self.alone
 
-    def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
+    def apply(self, records: DecayAttentionRecords, op: int, slot: int, mode: Mode) -> None:
         """Apply the record as `mode` says, by S <- T S + record for a transition."""
         after = records.state[slot].to(self.dtype)
         if self.relocation is not None:
@@ -94,12 +97,12 @@ class Walk:
 
 
 def decay_attention_segments(
-    x: Inputs,
-    caches: Caches,
+    x: DecayAttentionInputs,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: DecayAttentionRecords,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[DecayAttentionCarry],
     *,
     kind: type[Walk] = Walk,
 ) -> None:
@@ -108,10 +111,10 @@ def decay_attention_segments(
 
 
 def decay_attention_compose(
-    x: Inputs,
-    caches: Caches,
+    x: DecayAttentionInputs,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: DecayAttentionRecords,
     rows: Tensor,
     ops: Tensor,
     relocation: Relocation | None = None,

@@ -15,10 +15,11 @@ causal convolution over token rows, g = -e^{A_log} softplus(a + dt_bias), beta =
 In Kimi delta attention (KDA) every channel of K has its own gate: e^{g_t} becomes Diag(e^{g_t}), and all
 other equations hold. KDA also has a second kind of gate, which is bounded below (`gate_bound`).
 
-The package has two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
-`triton.operators` (CUDA). `arguments` and `ops.program` define the arguments; `linear_layer.triton.plan` says
-how CUDA layers share a step's planning. Both operators read and write vLLM's caches as the stock operator
-does, so a request may alternate between these and the stock operator, in any number of passes.
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch), `native`
+(C++) and `triton.operators` (CUDA). `arguments`, `linear_layer.arguments` and `ops.program` define the
+arguments; `linear_layer.triton.plan` says how CUDA layers share a step's planning. Both operators read and
+write vLLM's caches as the stock operator does, so a request may alternate between these and the stock
+operator, in any number of passes.
 
 `gdn_segments(x, weights, caches, out, records, rows, carries, dead_below)`
     Runs rows of segment requests: one scan gives outputs, the running state and, for the interior, T and the
@@ -39,19 +40,18 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import limits, native
-from . import torch as torch_ops
-from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import LayerCaches
+from . import eager, limits, native
+from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
 from .chunk import seam_outputs, segment_summary
 from .reference import l2_eps
 
 __all__ = [
     "DEAD_BELOW",
-    "Caches",
-    "Carry",
-    "Inputs",
-    "Records",
-    "Weights",
+    "GatedDeltaCarry",
+    "GatedDeltaInputs",
+    "GatedDeltaRecords",
+    "GatedDeltaWeights",
     "choose",
     "l2_eps",
     "refuses",
@@ -60,10 +60,10 @@ __all__ = [
 ]
 
 
-def choose(weights: Weights, caches: Caches) -> ModuleType:
+def choose(weights: GatedDeltaWeights, caches: LayerCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
     if refuses(weights, caches):
-        return torch_ops
+        return eager
     if caches.state.device.type == "cpu":
         return native
     # CPU installations have no Triton: only layers that it serves import it.
@@ -72,7 +72,7 @@ def choose(weights: Weights, caches: Caches) -> ModuleType:
     return operators
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: GatedDeltaWeights, caches: LayerCaches) -> str | None:
     """Return why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or
     `None` if they do."""
     on_cuda = caches.state.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Arguments of the layer operators: a layer's inputs, its caches in vLLM, its records and its carries."""
+"""Arguments of the layer operators: weights, inputs, records and carries; `linear_layer` has the caches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEAD_BELOW = 2.0**-25
 
 
 @dataclass(frozen=True)
-class Weights:
+class GatedDeltaWeights:
     """Constants of a layer, float32 and contiguous.
 
     weight    [taps, channels]  of the depthwise convolution; channels are q, k [Hk, K] each, then v [Hv, V]
@@ -65,9 +65,9 @@ class Weights:
         eps: float,
         largest_beta: float = 1.0,
         gate_bound: float = 0.0,
-    ) -> Weights:
+    ) -> GatedDeltaWeights:
         """Return weights from the model's parameters; the model's convolution weight is [channels, taps]."""
-        return Weights(
+        return GatedDeltaWeights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
             -A_log.detach().float().exp().contiguous(),
@@ -80,7 +80,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class GatedDeltaInputs:
     """Token rows of a pass: `mixed` [rows, channels] before the convolution, and gates `a` and `b`
     [rows, Hv]. Gates per channel have `a` [rows, Hv, K]."""
 
@@ -88,22 +88,12 @@ class Inputs:
     a: Tensor
     b: Tensor
 
-    def part(self, tokens: slice | Tensor) -> Inputs:
+    def part(self, tokens: slice | Tensor) -> GatedDeltaInputs:
         """Return the inputs of these rows."""
-        return Inputs(self.mixed[tokens], self.a[tokens], self.b[tokens])
+        return GatedDeltaInputs(self.mixed[tokens], self.a[tokens], self.b[tokens])
 
 
-@dataclass(frozen=True)
-class Caches:
-    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the convolution's
-    last inputs, and `state` [Hv, K, V]. The caches may be strided, except for the inner parts of `state`."""
-
-    slots: Tensor
-    conv: Tensor
-    state: Tensor
-
-
-class Records(Protocol):
+class GatedDeltaRecords(Protocol):
     """A layer's part of the pool: by slot `state` [Hv, K, V] and `conv_tail` [taps - 1, channels].
     `transitions` [blocks, K, K] fp16 holds T; `block_of` [slots, Hv] int32 names the block of each head, and
     -1 stands for T = 0."""
@@ -122,7 +112,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Carry:
+class GatedDeltaCarry:
     """The part of an interior that earlier passes computed, carried to the next pass: `transition`
     [Hv, K, K], T so far; `head` [Hv, K, V], the state at the interior's start; `alive` [Hv] int32. T and head
     of a dead head are undefined."""
@@ -132,10 +122,10 @@ class Carry:
     alive: Tensor
 
     @staticmethod
-    def beside(states: Tensor) -> Carry:
+    def beside(states: Tensor) -> GatedDeltaCarry:
         """Return an uninitialised carry for a layer whose records have `states` [slots, Hv, K, V]."""
         _, heads, K, V = states.shape
-        return Carry(
+        return GatedDeltaCarry(
             states.new_empty(heads, K, K),
             states.new_empty(heads, K, V),
             states.new_empty(heads, dtype=torch.int32),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..linear_layer import limits
-from .arguments import Caches, Weights
+from ..linear_layer.arguments import LayerCaches
+from .arguments import GatedDeltaWeights
 
 HEAD_SIZES = (16, 32, 64, 128)
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: GatedDeltaWeights, caches: LayerCaches) -> str | None:
     """Return the reason why the Triton operators do not serve the layer, or `None` if they do."""
     if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
         return reason

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import extension, native_layer
-from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import LayerCaches
+from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
 
 STATES = (torch.float32,)
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: GatedDeltaWeights, caches: LayerCaches) -> str | None:
     """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
     if weights.gates_given:
         return "gates given as log decays and write strengths"
@@ -21,13 +22,13 @@ def refuses(weights: Weights, caches: Caches) -> str | None:
 
 
 def gdn_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: GatedDeltaRecords,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """See the package."""
@@ -46,7 +47,13 @@ def gdn_segments(
 
 
 def gdn_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: GatedDeltaRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     extension.kernels().gdn_compose(
@@ -60,6 +67,6 @@ def gdn_compose(
     )
 
 
-def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
+def _layer(x: GatedDeltaInputs, w: GatedDeltaWeights, caches: LayerCaches, out: Tensor) -> tuple[object, ...]:
     gates = x.a, x.b, w.weight, w.bias, w.rate, w.dt_bias, w.key_heads, w.eps, w.largest_beta, w.gate_bound
     return x.mixed, *gates, caches.slots, caches.conv, caches.state, out

@@ -9,8 +9,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..linear_layer.arguments import LayerCaches
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
 
 
 def l2_eps(device: torch.device) -> float:
@@ -138,13 +139,13 @@ def _expand(x: Tensor, heads: int) -> Tensor:
 
 
 def gdn_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: GatedDeltaRecords,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """See the package. Here S from zero has a scan of its own, and every T is computed to its end."""
@@ -168,8 +169,8 @@ def _interior(
     layer: _Layer,
     r: SegmentRow,
     out: Tensor,
-    records: Records,
-    carries: Sequence[Carry],
+    records: GatedDeltaRecords,
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float,
 ) -> None:
     heads, width = layer.state.shape[:2]
@@ -199,7 +200,13 @@ def _interior(
 
 
 def gdn_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: GatedDeltaRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     operations = unpack(ops, ComposeOp)
@@ -227,7 +234,14 @@ def gdn_compose(
 class _Layer:
     """One request's walk through a layer: its state and its convolution's last inputs."""
 
-    def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
+    def __init__(
+        self,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
+        batch_row: int,
+        resumed: bool,
+    ) -> None:
         self.x, self.weights, self.caches = x, weights, caches
         self.slot = int(caches.slots[batch_row])
         state, context = caches.state[self.slot], caches.conv[self.slot]

@@ -1,1 +1,2 @@
-"""Code that the operators of linear layers share on CUDA: `limits`, and `triton`, which imports Triton."""
+"""Code that the operators of linear layers share: `arguments`, and on CUDA `limits` and `triton`. Imports of
+`triton` import Triton."""

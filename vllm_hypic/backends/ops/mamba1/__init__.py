@@ -14,10 +14,11 @@ keep the sum.
 x is the convolution's output, from which the layer projects dt, B and C. So the convolution runs before these
 operators; `ops.short_conv` composes the tails of its records.
 
-The package has two operators, each with one signature in `reference` (float64), `torch` and `native` (C++);
-`arguments` and `ops.program` define the arguments. Both operators read and write vLLM's cache as a stock
-operator does, so a request may alternate between these and stock operators, in any number of passes. In C++
-the ends of passes change no result, except that a 16-bit cache rounds the states.
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch) and
+`native` (C++); `arguments`, `linear_layer.arguments` and `ops.program` define the arguments. Both operators
+read and write vLLM's cache as a stock operator does, so a request may alternate between these and stock
+operators, in any number of passes. In C++ the ends of passes change no result, except that a 16-bit cache
+rounds the states.
 
 `mamba1_segments(x, weights, caches, out, records, rows, carries)`
     Runs rows of segment requests: writes outputs, the running state and, for the interior, `elapsed` and the
@@ -34,13 +35,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import native
-from . import torch as torch_ops
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import StateCaches
+from . import eager, native
+from .arguments import Mamba1Carry, Mamba1Inputs, Mamba1Records, Mamba1Weights
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose"]
+__all__ = ["Mamba1Carry", "Mamba1Inputs", "Mamba1Records", "Mamba1Weights", "choose"]
 
 
-def choose(x: Inputs, caches: Caches) -> ModuleType:
+def choose(x: Mamba1Inputs, caches: StateCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
-    return torch_ops if native.refuses(x.x.dtype, caches.state) else native
+    return eager if native.refuses(x.x.dtype, caches.state) else native

@@ -1,4 +1,4 @@
-"""Arguments of the layer operators: a layer's inputs, its cache in vLLM, its records and its carries."""
+"""Arguments of the layer operators: weights, inputs, records and carries; `linear_layer` has the caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Weights:
+class Mamba1Weights:
     """Constants of a layer, float32 and contiguous: `rate` [channels, N], A = -exp(A_log); `dt_bias` and `D`
     [channels]."""
 
@@ -19,14 +19,14 @@ class Weights:
     D: Tensor
 
     @staticmethod
-    def prepare(A: Tensor, dt_bias: Tensor | None, D: Tensor) -> Weights:
+    def prepare(A: Tensor, dt_bias: Tensor | None, D: Tensor) -> Mamba1Weights:
         """Return weights from the model's parameters; `A` is already negative."""
         bias = torch.zeros_like(D) if dt_bias is None else dt_bias
-        return Weights(*(t.detach().float().contiguous() for t in (A, bias, D)))
+        return Mamba1Weights(*(t.detach().float().contiguous() for t in (A, bias, D)))
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Mamba1Inputs:
     """Token rows of a pass: `x`, `dt` (before its bias and softplus) and `gate` [rows, channels], `B` and `C`
     [rows, N].  Rows may be strided."""
 
@@ -37,16 +37,7 @@ class Inputs:
     C: Tensor
 
 
-@dataclass(frozen=True)
-class Caches:
-    """vLLM's cache: `slots` int32 by batch row, and by slot `state` [channels, N] fp32, bf16 or fp16.  States
-    are rounded to that dtype at the end of a pass.  Slots may be strided."""
-
-    slots: Tensor
-    state: Tensor
-
-
-class Records(Protocol):
+class Mamba1Records(Protocol):
     """A layer's part of the pool: by slot `state` [channels, N] and `elapsed` [channels] fp32, the sum of the
     interior's step sizes; infinite (T is zero) in leading records."""
 
@@ -58,7 +49,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Carry:
+class Mamba1Carry:
     """The part of an interior that earlier passes computed, carried to the next pass: `elapsed` [channels]
     fp64 of the interior's rows so far, and `state` [channels, N] fp32, their end state from zero."""
 
@@ -66,6 +57,8 @@ class Carry:
     state: Tensor
 
     @staticmethod
-    def beside(states: Tensor) -> Carry:
+    def beside(states: Tensor) -> Mamba1Carry:
         """Return an uninitialised carry for a layer whose records have `states` [slots, channels, N]."""
-        return Carry(states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0]))
+        return Mamba1Carry(
+            states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0])
+        )

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import extension, native_layer
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import StateCaches
+from .arguments import Mamba1Carry, Mamba1Inputs, Mamba1Records, Mamba1Weights
 
 CHANNEL_MULTIPLE, STATE_MULTIPLE = 16, 4
 
@@ -30,13 +31,13 @@ def refuses(inputs: torch.dtype, state: Tensor) -> str | None:
 
 
 def mamba1_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba1Inputs,
+    weights: Mamba1Weights,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba1Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba1Carry],
 ) -> None:
     """See the package."""
     extension.kernels().mamba1_segments(
@@ -50,7 +51,13 @@ def mamba1_segments(
 
 
 def mamba1_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: Mamba1Inputs,
+    weights: Mamba1Weights,
+    caches: StateCaches,
+    out: Tensor,
+    records: Mamba1Records,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     extension.kernels().mamba1_compose(
@@ -58,7 +65,7 @@ def mamba1_compose(
     )
 
 
-def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
+def _layer(x: Mamba1Inputs, w: Mamba1Weights, caches: StateCaches, out: Tensor) -> tuple[object, ...]:
     # All blocks of channels read B and C: one conversion here serves them all.
     shared = x.B.float().contiguous(), x.C.float().contiguous()
     return x.x, x.dt, x.gate, *shared, w.rate, w.dt_bias, w.D, caches.slots, caches.state, out

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear_layer.arguments import StateCaches
 from ..program import Mode
 from ..walk import run_compose, run_segments
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from .arguments import Mamba1Carry, Mamba1Inputs, Mamba1Records, Mamba1Weights
 
 
 def scan(x: Tensor, d: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -38,7 +39,7 @@ class Walk:
 
     scan = staticmethod(scan)
 
-    def __init__(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor) -> None:
+    def __init__(self, x: Mamba1Inputs, weights: Mamba1Weights, caches: StateCaches, out: Tensor) -> None:
         self.x, self.weights, self.caches, self.out = x, weights, caches, out
         self.A = weights.rate.to(self.dtype)
 
@@ -51,7 +52,7 @@ class Walk:
         state = self.caches.state[self.slot].to(self.dtype)
         self.state = state if resumed else torch.zeros_like(state)
 
-    def begin(self, carry: Carry | None) -> None:
+    def begin(self, carry: Mamba1Carry | None) -> None:
         """Begin the interior (`None`), or continue it from the carry of an earlier pass."""
         self.alone = torch.zeros_like(self.state) if carry is None else carry.state.to(self.dtype)
         elapsed = torch.zeros(len(self.state), dtype=torch.float64)
@@ -68,14 +69,14 @@ class Walk:
             _, self.alone = self.scan(x, d, self.A, B, C, self.alone)
             self.elapsed = self.elapsed + d.double().sum(0)
 
-    def record(self, records: Records, slot: int, *, leading: bool) -> None:
+    def record(self, records: Mamba1Records, slot: int, *, leading: bool) -> None:
         records.state[slot] = (self.state if leading else self.alone).to(records.state.dtype)
         records.elapsed[slot] = torch.inf if leading else self.elapsed.to(records.elapsed.dtype)
 
-    def pause(self, carry: Carry) -> None:
+    def pause(self, carry: Mamba1Carry) -> None:
         carry.elapsed[:], carry.state[:] = self.elapsed, self.alone
 
-    def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
+    def apply(self, records: Mamba1Records, op: int, slot: int, mode: Mode) -> None:
         """Apply the record as `mode` says, by S <- T S + record for a transition."""
         after = records.state[slot].to(self.dtype)
         if mode == Mode.ADD:
@@ -90,13 +91,13 @@ class Walk:
 
 
 def mamba1_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba1Inputs,
+    weights: Mamba1Weights,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba1Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba1Carry],
     *,
     kind: type[Walk] = Walk,
 ) -> None:
@@ -105,11 +106,11 @@ def mamba1_segments(
 
 
 def mamba1_compose(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba1Inputs,
+    weights: Mamba1Weights,
+    caches: StateCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba1Records,
     rows: Tensor,
     ops: Tensor,
     *,

@@ -10,10 +10,11 @@ with one A < 0 and one D per head; all heads of a group share B_t and C_t [N]. A
 the affine map S_after = T S_before + S_zero with one number T = e^{A (d_1 + ... + d_n)} per head. T
 underflows in long runs, so records keep log T. x, B and C are SiLU of a causal convolution over token rows.
 
-The package has two operators, each with one signature in `reference` (float64), `torch`, `native` (C++) and
-`triton.operators` (CUDA). `arguments` and `ops.program` define the arguments; `linear_layer.triton.plan` says
-how CUDA layers share a step's planning. Both operators read and write vLLM's caches as the stock operator
-does, so a request may alternate between these and the stock operator, in any number of passes.
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch), `native`
+(C++) and `triton.operators` (CUDA). `arguments`, `linear_layer.arguments` and `ops.program` define the
+arguments; `linear_layer.triton.plan` says how CUDA layers share a step's planning. Both operators read and
+write vLLM's caches as the stock operator does, so a request may alternate between these and the stock
+operator, in any number of passes.
 
 `mamba2_segments(x, weights, caches, out, records, rows, carries)`
     Runs rows of segment requests: one scan gives outputs, the running state and, for the interior, T and the
@@ -34,17 +35,17 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import limits, native
-from . import torch as torch_ops
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import LayerCaches
+from . import eager, limits, native
+from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 
-__all__ = ["Caches", "Carry", "Inputs", "Records", "Weights", "choose", "refuses"]
+__all__ = ["Mamba2Carry", "Mamba2Inputs", "Mamba2Records", "Mamba2Weights", "choose", "refuses"]
 
 
-def choose(weights: Weights, caches: Caches) -> ModuleType:
+def choose(weights: Mamba2Weights, caches: LayerCaches) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
     if refuses(weights, caches):
-        return torch_ops
+        return eager
     if caches.state.device.type == "cpu":
         return native
     # CPU installations have no Triton: only layers that it serves import it.
@@ -53,7 +54,7 @@ def choose(weights: Weights, caches: Caches) -> ModuleType:
     return operators
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
     """Return why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or
     `None` if they do."""
     on_cuda = caches.state.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Arguments of the layer operators: a layer's inputs, its caches in vLLM, its records and its carries."""
+"""Arguments of the layer operators: weights, inputs, records and carries; `linear_layer` has the caches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Weights:
+class Mamba2Weights:
     """Constants of a layer, float32 and contiguous.
 
     weight    [taps, channels]  of the depthwise convolution; channels are x [H, P], B [G, N], C [G, N]
@@ -31,10 +31,10 @@ class Weights:
     @staticmethod
     def prepare(
         weight: Tensor, bias: Tensor | None, A: Tensor, dt_bias: Tensor, D: Tensor, groups: int
-    ) -> Weights:
+    ) -> Mamba2Weights:
         """Return weights from the model's parameters; the model's convolution weight is [channels, taps], and
         `A` is already negative."""
-        return Weights(
+        return Mamba2Weights(
             weight.detach().t().float().contiguous(),
             None if bias is None else bias.detach().float().contiguous(),
             A.detach().float().contiguous(),
@@ -45,30 +45,19 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Mamba2Inputs:
     """Token rows of a pass: `mixed` [rows, channels] before the convolution, and `dt` [rows, H] before its
     bias and softplus."""
 
     mixed: Tensor
     dt: Tensor
 
-    def part(self, tokens: slice | Tensor) -> Inputs:
+    def part(self, tokens: slice | Tensor) -> Mamba2Inputs:
         """Return the inputs of these rows."""
-        return Inputs(self.mixed[tokens], self.dt[tokens])
+        return Mamba2Inputs(self.mixed[tokens], self.dt[tokens])
 
 
-@dataclass(frozen=True)
-class Caches:
-    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the convolution's
-    last inputs, and `state` [H, P, N] fp32, bf16 or fp16. States are rounded to that dtype at the end of a
-    pass. The caches may be strided, except for the inner parts of `state`."""
-
-    slots: Tensor
-    conv: Tensor
-    state: Tensor
-
-
-class Records(Protocol):
+class Mamba2Records(Protocol):
     """A layer's part of the pool: by slot `state` [H, P, N] fp32, `conv_tail` [taps - 1, channels], and
     `log_transition` [H] fp32, log T; -inf (T is zero) in leading records."""
 
@@ -83,7 +72,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True)
-class Carry:
+class Mamba2Carry:
     """The part of an interior that earlier passes computed, carried to the next pass: `log_transition` [H]
     fp64 of the interior's rows so far, and `state` [H, P, N] fp32, their end state from zero."""
 
@@ -91,6 +80,8 @@ class Carry:
     state: Tensor
 
     @staticmethod
-    def beside(states: Tensor) -> Carry:
+    def beside(states: Tensor) -> Mamba2Carry:
         """Return an uninitialised carry for a layer whose records have `states` [slots, H, P, N]."""
-        return Carry(states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0]))
+        return Mamba2Carry(
+            states.new_empty(states.shape[1], dtype=torch.float64), torch.empty_like(states[0])
+        )

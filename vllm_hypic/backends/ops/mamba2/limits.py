@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..linear_layer import limits
-from .arguments import Caches, Weights
+from ..linear_layer.arguments import LayerCaches
+from .arguments import Mamba2Weights
 
 STATE_SIZES = (16, 32, 64, 128, 256)
 """Sizes N of states: kernels hold all N rows at once."""
@@ -11,7 +12,7 @@ HEAD_MULTIPLE = 16
 """Divisor of P: kernels cut P into blocks of columns."""
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
     """Return the reason why the Triton operators do not serve the layer, or `None` if they do."""
     if reason := limits.refuses(len(weights.weight), caches.conv, caches.state):
         return reason

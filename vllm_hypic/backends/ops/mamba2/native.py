@@ -7,22 +7,23 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import extension, native_layer
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from ..linear_layer.arguments import LayerCaches
+from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 
 
-def refuses(weights: Weights, caches: Caches) -> str | None:
+def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
     """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
     return native_layer.refuses(caches.conv.dtype, caches.state, taps=len(weights.weight))
 
 
 def mamba2_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba2Carry],
 ) -> None:
     """See the package."""
     extension.kernels().mamba2_segments(
@@ -37,7 +38,13 @@ def mamba2_segments(
 
 
 def mamba2_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: Mamba2Records,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     extension.kernels().mamba2_compose(
@@ -50,6 +57,6 @@ def mamba2_compose(
     )
 
 
-def _layer(x: Inputs, w: Weights, caches: Caches, out: Tensor) -> tuple[object, ...]:
+def _layer(x: Mamba2Inputs, w: Mamba2Weights, caches: LayerCaches, out: Tensor) -> tuple[object, ...]:
     constants = w.weight, w.bias, w.rate, w.dt_bias, w.D, w.groups
     return x.mixed, x.dt, *constants, caches.slots, caches.conv, caches.state, out

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear_layer.arguments import LayerCaches
 from ..program import Mode
 from ..walk import run_compose, run_segments
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 
 
 def activated(total: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,7 +54,7 @@ class _Walk:
     """One request's walk through a layer: its state and its convolution's last inputs; for the interior, the
     state from zero and log T."""
 
-    def __init__(self, x: Inputs, weights: Weights, caches: Caches, out: Tensor) -> None:
+    def __init__(self, x: Mamba2Inputs, weights: Mamba2Weights, caches: LayerCaches, out: Tensor) -> None:
         self.x, self.weights, self.caches, self.out = x, weights, caches, out
 
     def start(self, batch_row: int, resumed: int) -> None:
@@ -62,7 +63,7 @@ class _Walk:
         self.state = state if resumed else torch.zeros_like(state)
         self.context = context if resumed else torch.zeros_like(context)
 
-    def begin(self, carry: Carry | None) -> None:
+    def begin(self, carry: Mamba2Carry | None) -> None:
         zero = torch.zeros_like(self.state)
         self.alone = zero if carry is None else carry.state.double()
         self.log_transition = zero[:, 0, 0] if carry is None else carry.log_transition.double()
@@ -85,15 +86,15 @@ class _Walk:
             _, self.alone = scan(x, d, w.rate, B, C, w.D, self.alone)
             self.log_transition = self.log_transition + w.rate.double() * d.sum(0)
 
-    def record(self, records: Records, slot: int, *, leading: bool) -> None:
+    def record(self, records: Mamba2Records, slot: int, *, leading: bool) -> None:
         records.state[slot] = (self.state if leading else self.alone).to(records.state.dtype)
         records.log_transition[slot] = -torch.inf if leading else self.log_transition
         records.conv_tail[slot] = self.context.to(records.conv_tail.dtype)
 
-    def pause(self, carry: Carry) -> None:
+    def pause(self, carry: Mamba2Carry) -> None:
         carry.log_transition[:], carry.state[:] = self.log_transition, self.alone
 
-    def apply(self, records: Records, op: int, slot: int, mode: Mode) -> None:
+    def apply(self, records: Mamba2Records, op: int, slot: int, mode: Mode) -> None:
         """Apply the record as `mode` says (transition: S <- T S + record), and replace the last inputs."""
         after = records.state[slot].double()
         if mode == Mode.ADD:
@@ -109,20 +110,26 @@ class _Walk:
 
 
 def mamba2_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba2Carry],
 ) -> None:
     """See the package."""
     run_segments(_Walk(x, weights, caches, out), records, rows, carries)
 
 
 def mamba2_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: Mamba2Records,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     run_compose(_Walk(x, weights, caches, out), records, rows, ops)

@@ -12,10 +12,10 @@ Only the first taps - 1 rows of a segment depend on earlier tokens, and the seam
 The convolution before Mamba1's scan is the same without gates: x is the projection itself, and y is SiLU of
 the sum.
 
-The package has two operators, each with one signature in `reference` (float64), `torch` and
-`triton.operators` (CUDA); `arguments` and `ops.program` define the arguments. Both operators read and write
-vLLM's cache as the stock operator does, so a request may alternate between these and the stock operator, in
-any number of passes.
+The package has two operators, each with one signature in `reference` (float64), `eager` (PyTorch) and
+`triton.operators` (CUDA); `arguments`, `linear_layer.arguments` and `ops.program` define the arguments. Both
+operators read and write vLLM's cache as the stock operator does, so a request may alternate between these and
+the stock operator, in any number of passes.
 
 `short_conv_segments(x, weights, caches, out, records, rows)`
     Runs rows of segment requests and writes each record's tail behind the interior's last row.
@@ -27,6 +27,6 @@ any number of passes.
 
 from __future__ import annotations
 
-from .arguments import Caches, Inputs, Records, Weights
+from .arguments import ShortConvInputs, ShortConvWeights
 
-__all__ = ["Caches", "Inputs", "Records", "Weights"]
+__all__ = ["ShortConvInputs", "ShortConvWeights"]

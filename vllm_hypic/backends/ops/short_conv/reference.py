@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..linear_layer.arguments import ConvolutionCaches, ConvolutionRecords
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from .arguments import Caches, Inputs, Records, Weights
+from .arguments import ShortConvInputs, ShortConvWeights
 
 
 def short_conv_segments(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
 ) -> None:
     """See the package."""
     for r in unpack(rows, SegmentRow):
@@ -23,7 +29,13 @@ def short_conv_segments(
 
 
 def short_conv_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     operations = unpack(ops, ComposeOp)
@@ -39,7 +51,14 @@ def short_conv_compose(
 class _Layer:
     """The walk of one request through a layer: the last inputs of its convolution."""
 
-    def __init__(self, x: Inputs, weights: Weights, caches: Caches, batch_row: int, resumed: bool) -> None:
+    def __init__(
+        self,
+        x: ShortConvInputs,
+        weights: ShortConvWeights,
+        caches: ConvolutionCaches,
+        batch_row: int,
+        resumed: bool,
+    ) -> None:
         self.x, self.weights, self.caches = x, weights, caches
         self.slot = int(caches.slots[batch_row])
         context = caches.conv[self.slot]

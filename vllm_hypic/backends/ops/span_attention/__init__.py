@@ -1,10 +1,10 @@
 """Span attention: query rows over paged public K and V; a read rotates K to its logical position.
 
-Modules ``reference`` (float64) and ``torch`` have all operators below, with one signature each.  ``native``
-(C++) has ``span_attention`` and ``join_``, which does the work of all other operators in one call.
-``triton.operators`` (CUDA) has all operators but ``join_``, ``cache_attention`` and soft-caps; layers on CUDA
-use a prepared form instead, see ``plan``.  ``triton.latents`` joins where V is a part of K (MLA).  A score is
-``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
+Modules ``reference`` (float64) and ``eager`` (PyTorch) have all operators below, with one signature each.
+``native`` (C++) has ``span_attention`` and ``join_``, which does the work of all other operators in one
+call.  ``triton.operators`` (CUDA) has all operators but ``join_``, ``cache_attention`` and soft-caps; layers
+on CUDA use a prepared form instead, see ``plan``.  ``triton.latents`` joins where V is a part of K (MLA).  A
+score is ``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
 query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0)``
@@ -60,8 +60,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import native
-from . import torch as torch_ops
+from . import eager, native
 from .columns import CacheColumns, Layout, PoolColumns
 
 __all__ = ["CacheColumns", "Layout", "PoolColumns", "choose", "refuses"]
@@ -83,7 +82,7 @@ def choose(head_size: int, device: str) -> ModuleType:
         return kernels
     if device != "cpu":
         raise ValueError(f"span attention: {reason}")
-    return torch_ops
+    return eager
 
 
 def _kernels(device: str) -> ModuleType:

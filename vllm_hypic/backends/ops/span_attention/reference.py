@@ -29,7 +29,7 @@ def rotate_reference(x: torch.Tensor, rotation: torch.Tensor | None, neox: bool)
 def unrotate_reference(
     x: torch.Tensor, table: torch.Tensor | None, positions: torch.Tensor, neox: bool
 ) -> torch.Tensor:
-    """Undo a rotation as :func:`.torch.unrotate` does, in float64, by a linear solve per pair."""
+    """Undo a rotation as :func:`.eager.unrotate` does, in float64, by a linear solve per pair."""
     x = x.double()
     if table is None:
         return x

@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
-from ...linear_layer.triton.columns import Shape, load_columns, store_columns
+from ...linear_layer.arguments import LayerCaches
+from ...linear_layer.triton.columns import ColumnShape, load_columns, store_columns
 from ...linear_layer.triton.plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
-from ..arguments import DEAD_BELOW, Caches, Carry, Records, Weights
+from ..arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaRecords, GatedDeltaWeights
 from .scan import constants, scan_chunk, zeros_like_columns
 
 RECORD_COLUMNS = 32
@@ -258,7 +259,7 @@ class Summaries:
             torch.empty(n, heads, dtype=torch.int32, device=device),
         )
 
-    def take(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
+    def take(self, plan: SegmentPlan, carries: Sequence[GatedDeltaCarry]) -> None:
         """Read the carries that earlier passes wrote for interiors of this pass."""
         for n, number in plan.taken:
             carry = carries[number]
@@ -266,7 +267,7 @@ class Summaries:
             self.edges[0, n].copy_(carry.head)
             self.alive[n].copy_(carry.alive)
 
-    def leave(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
+    def leave(self, plan: SegmentPlan, carries: Sequence[GatedDeltaCarry]) -> None:
         """Write the carries of interiors that continue in a later pass."""
         for n, number in plan.left:
             carry = carries[number]
@@ -279,15 +280,15 @@ def capture(
     plan: SegmentPlan,
     conv: Tensor,
     terms: Tensor,
-    weights: Weights,
-    caches: Caches,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
     summaries: Summaries,
     dead_below: float,
 ) -> None:
     """Write states and outputs of the plan's requests, and S and T of its interiors."""
     heads, K, V = caches.state.shape[1:]
-    shape = Shape.of(plan.chunk, K, V)
+    shape = ColumnShape.of(plan.chunk, K, V)
     blocks = (V + (K if len(plan.summaries) else 0)) // shape.columns
     # A column's norm never grows, and is at most sqrt(K) times its largest element: if all elements are below
     # `tiny`, no element can later reach `dead_below` or round to a nonzero fp16 number.
@@ -316,7 +317,9 @@ def capture(
     )
 
 
-def write_records(plan: SegmentPlan, summaries: Summaries, records: Records, dead_below: float) -> None:
+def write_records(
+    plan: SegmentPlan, summaries: Summaries, records: GatedDeltaRecords, dead_below: float
+) -> None:
     """Write the records of interiors that end; for other interiors, write which heads are alive."""
     if not len(plan.summaries):
         return
@@ -375,7 +378,7 @@ SPECS = (
             f"gated_delta capture, gates of {gates}",
             capture_kernel,
             {"state_k": 1, **constants(CHUNKS[-1], 128, 128, key_heads, 32, gates == "channels")},
-            Shape.of(CHUNKS[-1], 128, 128).warps,
+            ColumnShape.of(CHUNKS[-1], 128, 128).warps,
             _STAGES,
         )
         for gates, key_heads in (("heads", 16), ("channels", 32))

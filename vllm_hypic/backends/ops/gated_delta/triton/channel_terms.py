@@ -25,7 +25,7 @@ from torch import Tensor
 from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import softplus
 from ...linear_layer.triton.plan import CHUNKS
-from ..arguments import Inputs, Weights
+from ..arguments import GatedDeltaInputs, GatedDeltaWeights
 from .chunk_rows import chunk_rows, store_values
 from .inverse import unit_lower_inverse
 
@@ -134,7 +134,13 @@ def channel_terms_kernel(
 
 
 def compute_channel_terms(
-    plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, terms: Tensor, K: int, V: int
+    plan: SegmentPlan | ComposePlan,
+    conv: Tensor,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    terms: Tensor,
+    K: int,
+    V: int,
 ) -> None:
     """Fill blocks `terms` [chunks, Hv, floats] of the plan's chunks; `conv`: the result of `convolve`."""
     chunks, heads, floats = terms.shape

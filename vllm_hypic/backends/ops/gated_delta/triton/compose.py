@@ -20,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import SM100, KernelSpec, Limits
-from ...linear_layer.triton.columns import Shape, load_columns, store_columns
+from ...linear_layer.arguments import LayerCaches
+from ...linear_layer.triton.columns import ColumnShape, load_columns, store_columns
 from ...linear_layer.triton.plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
 from ...linear_layer.triton.products import add_times
 from ...program import Mode
-from ..arguments import Caches, Records, Weights
+from ..arguments import GatedDeltaRecords, GatedDeltaWeights
 from .scan import constants, scan_chunk
 
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
@@ -151,14 +152,14 @@ def compose(
     plan: ComposePlan,
     conv: Tensor,
     terms: Tensor,
-    weights: Weights,
-    caches: Caches,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: GatedDeltaRecords,
 ) -> None:
     """Write states and outputs of the plan's requests."""
     heads, K, V = caches.state.shape[1:]
-    shape = Shape.of(plan.chunk, K, V)
+    shape = ColumnShape.of(plan.chunk, K, V)
     compose_kernel[V // shape.columns, heads, len(plan.scans)](
         conv,
         terms,
@@ -201,7 +202,7 @@ SPECS = tuple(
         compose_kernel,
         {**_ALIGNED, **_UNALIGNED},
         {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
-        warps=Shape.of(C, 128, 128).warps,
+        warps=ColumnShape.of(C, 128, 128).warps,
         stages=_STAGES,
         aligned=tuple(_ALIGNED),
         # At most 12 spilled words per thread on a B200, and 6 on other GPUs. Gates of channels have float32

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.convolution import convolve, update_contexts
 from ...linear_layer.triton.plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
-from ..arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from ..arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
 from .capture import Summaries, capture, write_records
 from .compose import compose
 from .terms import chunk_terms
@@ -42,12 +43,12 @@ __all__ = [
 
 def run_segments(
     plan: SegmentPlan,
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
-    carries: Sequence[Carry],
+    records: GatedDeltaRecords,
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """Run `gdn_segments` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors.
@@ -69,7 +70,12 @@ def run_segments(
 
 
 def run_compose(
-    plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
+    plan: ComposePlan,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: GatedDeltaRecords,
 ) -> None:
     """Run `gdn_compose` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail)
@@ -83,13 +89,13 @@ def run_compose(
 
 
 def gdn_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: GatedDeltaRecords,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """See the package. `rows` must be in CPU memory."""
@@ -98,11 +104,17 @@ def gdn_segments(
 
 
 def gdn_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: GatedDeltaRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package. `rows` and `ops` must be in CPU memory."""
     run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)
 
 
-def _rows(x: Inputs, out: Tensor) -> dict[str, Tensor]:
+def _rows(x: GatedDeltaInputs, out: Tensor) -> dict[str, Tensor]:
     return {"mixed": x.mixed, "a": x.a, "b": x.b, "out": out}

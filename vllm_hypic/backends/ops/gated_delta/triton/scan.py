@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...linear_layer.triton.columns import Shape
+from ...linear_layer.triton.columns import ColumnShape
 from ...linear_layer.triton.plan import ChunkRow
 from ...linear_layer.triton.products import add_times, add_times_roughly
 from .terms import block_floats
@@ -31,7 +31,7 @@ def constants(
     chunk: int, K: int, V: int, key_heads: int, heads: int, channel_gates: bool = False
 ) -> dict[str, int]:
     """Return the constants of the kernels that go from chunk to chunk."""
-    shape = Shape.of(chunk, K, V)
+    shape = ColumnShape.of(chunk, K, V)
     return {
         "KEY_HEADS": key_heads,
         "HEADS": heads,

@@ -27,7 +27,7 @@ from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import decay, softplus
 from ...linear_layer.triton.plan import CHUNKS, ComposePlan, SegmentPlan
 from ...linear_layer.triton.products import add_times_few
-from ..arguments import Inputs, Weights
+from ..arguments import GatedDeltaInputs, GatedDeltaWeights
 from .channel_terms import compute_channel_terms
 from .chunk_rows import chunk_rows, store_values
 from .inverse import unit_lower_inverse
@@ -111,7 +111,12 @@ def terms_kernel(
 
 
 def chunk_terms(
-    plan: SegmentPlan | ComposePlan, conv: Tensor, x: Inputs, weights: Weights, K: int, V: int
+    plan: SegmentPlan | ComposePlan,
+    conv: Tensor,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    K: int,
+    V: int,
 ) -> Tensor:
     """Return blocks [chunks, Hv, block_floats] of the plan's chunks; `conv`: the result of `convolve`."""
     heads = len(weights.rate)

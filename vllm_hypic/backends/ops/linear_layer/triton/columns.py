@@ -17,7 +17,7 @@ import triton.language as tl
 
 
 @dataclass(frozen=True)
-class Shape:
+class ColumnShape:
     """The shape of a program's columns: number of columns, rows per `slice`, and warps of the program."""
 
     columns: int
@@ -25,7 +25,7 @@ class Shape:
     warps: int
 
     @staticmethod
-    def of(chunk: int, rows: int, columns: int) -> Shape:
+    def of(chunk: int, rows: int, columns: int) -> ColumnShape:
         """Return the shape of launches for chunks of `chunk` token rows and states [rows, columns].
 
         Slices as tall as chunks give all products one height. Triton assigns 16 rows to each warp where a
@@ -33,7 +33,7 @@ class Shape:
         do the same work, and one request has enough programs to fill a GPU.
         """
         most, warps = (32, 4) if chunk == 16 else (16, 2)
-        return Shape(gcd(most, rows, columns), min(chunk, rows), warps)
+        return ColumnShape(gcd(most, rows, columns), min(chunk, rows), warps)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernel_spec import KernelSpec, Limits
+from ..arguments import ConvolutionCaches, ConvolutionRecords
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
@@ -28,7 +29,7 @@ _CACHE = tl.constexpr(int(Source.CACHE))
 _RECORD = tl.constexpr(int(Source.RECORD))
 
 
-class Weights(Protocol):
+class ConvolutionWeights(Protocol):
     """A depthwise convolution: `weight` [taps, channels] and `bias` [channels] or None, float32."""
 
     @property
@@ -36,23 +37,6 @@ class Weights(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...
-
-
-class Caches(Protocol):
-    """vLLM's caches: `slots` int32 by batch row, and by slot `conv` [taps - 1, channels], the last inputs."""
-
-    @property
-    def slots(self) -> Tensor: ...
-
-    @property
-    def conv(self) -> Tensor: ...
-
-
-class Records(Protocol):
-    """The pool's `conv_tail` [slots, taps - 1, channels]: the last inputs by slot."""
-
-    @property
-    def conv_tail(self) -> Tensor: ...
 
 
 @triton.jit
@@ -282,9 +266,9 @@ def contexts_kernel(
 def convolve(
     plan: SegmentPlan | ComposePlan,
     mixed: Tensor,
-    weights: Weights,
-    caches: Caches,
-    records: Records,
+    weights: ConvolutionWeights,
+    caches: ConvolutionCaches,
+    records: ConvolutionRecords,
     gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -323,7 +307,11 @@ def convolve(
 
 
 def update_contexts(
-    plan: SegmentPlan | ComposePlan, mixed: Tensor, weights: Weights, caches: Caches, records: Records
+    plan: SegmentPlan | ComposePlan,
+    mixed: Tensor,
+    weights: ConvolutionWeights,
+    caches: ConvolutionCaches,
+    records: ConvolutionRecords,
 ) -> None:
     """Write the conv caches of the plan's requests, and the conv tails of interiors that end."""
     conv, tail = caches.conv, records.conv_tail

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import load_columns, store_columns
 from ...linear_layer.triton.plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
-from ..arguments import Caches, Carry, Inputs, Records, Weights
+from ..arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 from .scan import SIZES, launch, scan_chunk, shape_of, spec, step_sizes
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
@@ -169,7 +170,7 @@ class Carried:
     log_transition: Tensor
 
     @staticmethod
-    def of(plan: SegmentPlan, carries: Sequence[Carry], heads: int, P: int, N: int) -> Carried:
+    def of(plan: SegmentPlan, carries: Sequence[Mamba2Carry], heads: int, P: int, N: int) -> Carried:
         """Return a plan's carries, filled with earlier passes' carries of interiors that continue here."""
         n, device = plan.reach.carries, plan.summaries.device
         made = Carried(
@@ -181,7 +182,7 @@ class Carried:
             made.log_transition[number].copy_(carries[number].log_transition)
         return made
 
-    def leave(self, plan: SegmentPlan, carries: Sequence[Carry]) -> None:
+    def leave(self, plan: SegmentPlan, carries: Sequence[Mamba2Carry]) -> None:
         """Write the carries of interiors that continue in a later pass."""
         for _, number in plan.left:
             carries[number].state.copy_(self.state[number])
@@ -191,11 +192,11 @@ class Carried:
 def capture(
     plan: SegmentPlan,
     conv: Tensor,
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
     carried: Carried,
 ) -> None:
     """Write states and outputs of the plan's requests, and the records or carries of its interiors."""

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import load_columns, store_columns
 from ...linear_layer.triton.plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
 from ...program import Mode
-from ..arguments import Caches, Inputs, Records, Weights
+from ..arguments import Mamba2Inputs, Mamba2Records, Mamba2Weights
 from .scan import SIZES, launch, scan_chunk, shape_of, spec, step_sizes
 
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
@@ -117,11 +118,11 @@ def compose_kernel(
 def compose(
     plan: ComposePlan,
     conv: Tensor,
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
 ) -> None:
     """Write states and outputs of the plan's requests."""
     heads, P, N = caches.state.shape[1:]

@@ -16,21 +16,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.convolution import convolve, update_contexts
 from ...linear_layer.triton.plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
-from ..arguments import Caches, Carry, Inputs, Records, Weights
+from ..arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 from .capture import Carried, capture
 from .compose import compose
 
 
 def run_segments(
     plan: SegmentPlan,
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
-    carries: Sequence[Carry],
+    records: Mamba2Records,
+    carries: Sequence[Mamba2Carry],
 ) -> None:
     """Run `mamba2_segments` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail, len(carries))
@@ -44,7 +45,12 @@ def run_segments(
 
 
 def run_compose(
-    plan: ComposePlan, x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records
+    plan: ComposePlan,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: Mamba2Records,
 ) -> None:
     """Run `mamba2_compose` of a plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     plan.reach.check(_rows(x, out), caches.slots, records.conv_tail)
@@ -56,24 +62,30 @@ def run_compose(
 
 
 def mamba2_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba2Carry],
 ) -> None:
     """See the package. `rows` must be in CPU memory."""
     run_segments(plan_segments(rows, x.mixed.device), x, weights, caches, out, records, carries)
 
 
 def mamba2_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: Mamba2Records,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package. `rows` and `ops` must be in CPU memory."""
     run_compose(plan_compose(rows, ops, x.mixed.device), x, weights, caches, out, records)
 
 
-def _rows(x: Inputs, out: Tensor) -> dict[str, Tensor]:
+def _rows(x: Mamba2Inputs, out: Tensor) -> dict[str, Tensor]:
     return {"mixed": x.mixed, "dt": x.dt, "out": out}

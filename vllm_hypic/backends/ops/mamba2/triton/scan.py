@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ...kernel_spec import KernelSpec, Limits
-from ...linear_layer.triton.columns import Shape
+from ...linear_layer.triton.columns import ColumnShape
 from ...linear_layer.triton.gates import decay, softplus
 from ...linear_layer.triton.plan import ChunkRow
 from ...linear_layer.triton.products import add_times, add_times_roughly
@@ -32,9 +32,9 @@ from ...linear_layer.triton.products import add_times, add_times_roughly
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 
 
-def shape_of(chunk: int, P: int, N: int) -> Shape:
+def shape_of(chunk: int, P: int, N: int) -> ColumnShape:
     """Return the shape of the programs' columns, with four warps: C . B beside S takes registers."""
-    return replace(Shape.of(chunk, N, P), warps=4)
+    return replace(ColumnShape.of(chunk, N, P), warps=4)
 
 
 def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int]:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...linear_layer.arguments import ConvolutionCaches, ConvolutionRecords
 from ...linear_layer.triton.convolution import convolve, update_contexts
 from ...linear_layer.triton.plan import ComposePlan, SegmentPlan, plan_compose, plan_segments
-from ..arguments import Caches, Inputs, Records, Weights
+from ..arguments import ShortConvInputs, ShortConvWeights
 
 
 def run(
     plan: SegmentPlan | ComposePlan,
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
     out: Tensor,
-    records: Records,
+    records: ConvolutionRecords,
 ) -> None:
     """Run the operator of the plan. Raises `IndexError` if the plan reaches beyond the layer's tensors."""
     rows = {"value": x.value, "gate": x.gate, "out": out}
@@ -31,14 +32,25 @@ def run(
 
 
 def short_conv_segments(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
 ) -> None:
     """See the package. `rows` must be in CPU memory."""
     run(plan_segments(rows, x.value.device), x, weights, caches, out, records)
 
 
 def short_conv_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package. `rows` and `ops` must be in CPU memory."""
     run(plan_compose(rows, ops, x.value.device), x, weights, caches, out, records)

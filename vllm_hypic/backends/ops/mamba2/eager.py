@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..decays import exp_
+from ..linear_layer.arguments import LayerCaches
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from .arguments import Caches, Carry, Inputs, Records, Weights
+from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 from .reference import activated
 
 _CHUNK = 64
@@ -34,13 +35,13 @@ _BLOCK_BYTES_DEVICE = 512 << 20
 
 
 def mamba2_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: Mamba2Records,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[Mamba2Carry],
 ) -> None:
     """See the package."""
     run = _Run(x, weights, caches, out, records)
@@ -62,7 +63,13 @@ def mamba2_segments(
 
 
 def mamba2_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: Mamba2Inputs,
+    weights: Mamba2Weights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: Mamba2Records,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     run = _Run(x, weights, caches, out, records)
@@ -109,7 +116,7 @@ class _Walk:
             self.alone = torch.addcmul(added, decay, self.alone)
             self.log = self.log + log_decay
 
-    def begin(self, carry: Carry | None) -> None:
+    def begin(self, carry: Mamba2Carry | None) -> None:
         if carry is None:
             self.alone = torch.zeros_like(self.state)
             self.log = self.state.new_zeros(len(self.state), dtype=torch.float64)
@@ -117,13 +124,13 @@ class _Walk:
             # Copy log T, for `pause` writes to the carry; `advance` replaces the state and never changes it.
             self.alone, self.log = carry.state.to(self.state.dtype), carry.log_transition.clone()
 
-    def pause(self, carry: Carry) -> None:
+    def pause(self, carry: Mamba2Carry) -> None:
         assert self.alone is not None and self.log is not None
         carry.state.copy_(self.alone)
         carry.log_transition.copy_(self.log)
         self.alone = self.log = None
 
-    def record(self, records: Records, slot: int) -> None:
+    def record(self, records: Mamba2Records, slot: int) -> None:
         if self.alone is None or self.log is None:
             records.state[slot] = self.state
             records.log_transition[slot] = -torch.inf
@@ -139,7 +146,7 @@ class _Walk:
         assert self.kept is not None
         self.state = self.kept
 
-    def apply(self, records: Records, slot: int, mode: Mode) -> None:
+    def apply(self, records: Mamba2Records, slot: int, mode: Mode) -> None:
         after = records.state[slot]
         if mode == Mode.ADD:
             after = after + self.state
@@ -190,11 +197,11 @@ class _Terms:
 class _Run:
     """One call of an operator: the steps of all requests, in order."""
 
-    x: Inputs
-    weights: Weights
-    caches: Caches
+    x: Mamba2Inputs
+    weights: Mamba2Weights
+    caches: LayerCaches
     out: Tensor
-    records: Records
+    records: Mamba2Records
     steps: list[Step] = field(default_factory=list)
 
     @property

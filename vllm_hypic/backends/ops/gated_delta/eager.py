@@ -13,19 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear_layer.arguments import LayerCaches
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from .arguments import DEAD_BELOW, Caches, Carry, Inputs, Records, Weights
+from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
 from .chunk import seam_outputs, segment_summary
 
 
 def gdn_segments(
-    x: Inputs,
-    weights: Weights,
-    caches: Caches,
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
     out: Tensor,
-    records: Records,
+    records: GatedDeltaRecords,
     rows: Tensor,
-    carries: Sequence[Carry],
+    carries: Sequence[GatedDeltaCarry],
     dead_below: float = DEAD_BELOW,
 ) -> None:
     """See the package."""
@@ -59,8 +60,8 @@ def _summarise(
     r: SegmentRow,
     head: Tensor,
     end: Tensor,
-    records: Records,
-    carries: Sequence[Carry],
+    records: GatedDeltaRecords,
+    carries: Sequence[GatedDeltaCarry],
     eps: float,
     dead_below: float,
 ) -> None:
@@ -95,7 +96,13 @@ def _summarise(
 
 
 def gdn_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: GatedDeltaInputs,
+    weights: GatedDeltaWeights,
+    caches: LayerCaches,
+    out: Tensor,
+    records: GatedDeltaRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package.
 
@@ -138,7 +145,7 @@ class _Piece:
     open: bool = False
     number: int = -1
 
-    def context_at(self, x: Inputs, row: int) -> Tensor:
+    def context_at(self, x: GatedDeltaInputs, row: int) -> Tensor:
         """Return the last taps - 1 inputs before `row`."""
         rows = torch.cat([self.context, x.mixed[self.first : row]])
         return rows[len(rows) - len(self.context) :]
@@ -161,10 +168,10 @@ class _Walk:
     def of(
         r: ComposeRow,
         operations: Sequence[ComposeOp],
-        x: Inputs,
-        weights: Weights,
-        caches: Caches,
-        records: Records,
+        x: GatedDeltaInputs,
+        weights: GatedDeltaWeights,
+        caches: LayerCaches,
+        records: GatedDeltaRecords,
     ) -> _Walk:
         slot = int(caches.slots[r.batch_row])
         context, state = _start(caches, slot, r.resumed)
@@ -181,7 +188,9 @@ class _Walk:
                 context = records.conv_tail[op.slot]
         return _Walk(slot, state, steps, context)
 
-    def compose(self, records: Records, transition: Tensor, zero_start: Tensor, starts: Tensor) -> Tensor:
+    def compose(
+        self, records: GatedDeltaRecords, transition: Tensor, zero_start: Tensor, starts: Tensor
+    ) -> Tensor:
         """Write the start states of the pieces into `starts`; return the state after the last record."""
         state = self.state
         for step in self.steps:
@@ -194,7 +203,7 @@ class _Walk:
         return state
 
 
-def _applied(records: Records, op: ComposeOp, state: Tensor) -> Tensor:
+def _applied(records: GatedDeltaRecords, op: ComposeOp, state: Tensor) -> Tensor:
     after = records.state[op.slot]
     if op.mode == Mode.ADD:
         return after + state
@@ -207,7 +216,7 @@ def _applied(records: Records, op: ComposeOp, state: Tensor) -> Tensor:
     return after
 
 
-def _start(caches: Caches, slot: int, resumed: int) -> tuple[Tensor, Tensor]:
+def _start(caches: LayerCaches, slot: int, resumed: int) -> tuple[Tensor, Tensor]:
     """Return the convolution's context and the state from which a request starts."""
     context, state = caches.conv[slot], caches.state[slot].float()
     if resumed:
@@ -234,7 +243,9 @@ class _Tokens:
         return _Tokens(*(t[lo:hi] for t in self.all))
 
     @staticmethod
-    def of(pieces: Sequence[_Piece], x: Inputs, weights: Weights, caches: Caches) -> _Tokens:
+    def of(
+        pieces: Sequence[_Piece], x: GatedDeltaInputs, weights: GatedDeltaWeights, caches: LayerCaches
+    ) -> _Tokens:
         """Return the tokens of all pieces, in order.
 
         One convolution runs over a single sequence, in which each piece stands behind its context.
@@ -260,7 +271,7 @@ _CONV_BLOCK = 128
 """Rows per block: the float32 temporaries of a block stay in the core's cache."""
 
 
-def _causal_conv(rows: Tensor, weights: Weights) -> Tensor:
+def _causal_conv(rows: Tensor, weights: GatedDeltaWeights) -> Tensor:
     """Return SiLU of the depthwise causal convolution of `rows` [n, channels], in their dtype.
 
     The result is [n - taps + 1, channels]: row i is the output at input row i + taps - 1.

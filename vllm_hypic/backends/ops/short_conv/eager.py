@@ -10,12 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear_layer.arguments import ConvolutionCaches, ConvolutionRecords
 from ..program import ComposeOp, ComposeRow, Mode, SegmentRow, unpack
-from .arguments import Caches, Inputs, Records, Weights
+from .arguments import ShortConvInputs, ShortConvWeights
 
 
 def short_conv_segments(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
 ) -> None:
     """See the package."""
     pieces = []
@@ -30,7 +36,13 @@ def short_conv_segments(
 
 
 def short_conv_compose(
-    x: Inputs, weights: Weights, caches: Caches, out: Tensor, records: Records, rows: Tensor, ops: Tensor
+    x: ShortConvInputs,
+    weights: ShortConvWeights,
+    caches: ConvolutionCaches,
+    out: Tensor,
+    records: ConvolutionRecords,
+    rows: Tensor,
+    ops: Tensor,
 ) -> None:
     """See the package."""
     operations = unpack(ops, ComposeOp)
@@ -57,19 +69,19 @@ class _Piece:
     first: int
     stop: int
 
-    def context_at(self, x: Inputs, row: int) -> Tensor:
+    def context_at(self, x: ShortConvInputs, row: int) -> Tensor:
         """Return the last taps - 1 inputs before `row`."""
         rows = torch.cat([self.context.to(x.value.dtype), x.value[self.first : row]])
         return rows[len(rows) - len(self.context) :]
 
 
-def _start(caches: Caches, slot: int, resumed: int) -> Tensor:
+def _start(caches: ConvolutionCaches, slot: int, resumed: int) -> Tensor:
     """Return a copy of the request's context, for callers write the cache before they read the context."""
     context = caches.conv[slot]
     return context.clone() if resumed else torch.zeros_like(context)
 
 
-def _run(pieces: Sequence[_Piece], x: Inputs, weights: Weights, out: Tensor) -> None:
+def _run(pieces: Sequence[_Piece], x: ShortConvInputs, weights: ShortConvWeights, out: Tensor) -> None:
     """Write the outputs of all pieces by one convolution over a sequence of all contexts and pieces."""
     if not pieces:
         return
