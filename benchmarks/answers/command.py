@@ -19,7 +19,7 @@ from vllm_hypic.eval.results import FamilyResult, Metric, TextResult, overall
 from vllm_hypic.eval.runner import SEQUENCES, noise_engine
 from vllm_hypic.eval.study import Keep, Study, refused
 from vllm_hypic.eval.task import ChatTemplate, Task
-from vllm_hypic.eval.tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.eval.tasks.families import SEED_STEP, Source
 from vllm_hypic.eval.tasks.installed import installed_texts
 from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import FORCING
@@ -33,6 +33,7 @@ from ..lib.settings import engine_options
 from .answers_file import writing_answers
 from .selection import Settings, family_names, make_tasks
 from .tables import family_table, notes, overall_table, text_table, wide_console
+from .tasks.families import FAMILIES, shape
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
 """Methods; a context, islands and a mode may follow a link method: see :func:`.methods.link_method`."""
@@ -185,7 +186,7 @@ def main(
         tokens=tokens,
         facts=source.facts,
         seed=seed,
-        shapes={name: FAMILIES[name].shape(source, documents, tokens) for name in families},
+        shapes={name: shape(name, source, documents, tokens) for name in families},
         texts=installed_texts().digest if any(FAMILIES[name].natural for name in families) else None,
         chat=chat,
         chat_template=chat_template,
