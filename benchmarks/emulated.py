@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from vllm_hypic.harness.prompts import Prompt
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.tune.dense import Columns, Dense, joined
 
 

@@ -31,11 +31,11 @@ from vllm_hypic.harness import report
 from vllm_hypic.harness.gate import GateFailed, reporting_failures
 from vllm_hypic.harness.report import percent, seconds
 from vllm_hypic.harness.settings import with_options
-from vllm_hypic.harness.stats import Spread
 
 from .lib.pretrained import MissingModel, smollm2
 from .lib.processes import launch
 from .lib.serving import Server, ServerError
+from .lib.stats import Spread
 from .services import ServiceMissing, require_lmcache
 
 STOCK = "stock"

@@ -41,12 +41,11 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
+from vllm_hypic.eval.estimates import percentile
 from vllm_hypic.harness import report
 from vllm_hypic.harness.gate import reporting_failures
-from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.settings import with_options
-from vllm_hypic.harness.stats import percentile
+from vllm_hypic.harness.settings import Numbers, with_options
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from . import trace as traces

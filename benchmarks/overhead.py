@@ -21,13 +21,12 @@ import click
 from vllm_hypic.harness import engine_calls, gate, report
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread
 from .options import Shapes, needed_context, repeat_options
 
 GRID = "1x4096,4x2048,4x1024,8x512,16x1024,16x256,16x128"

@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness import gate
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.fidelity import Distance
-from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.report import Steps, seconds
-from vllm_hypic.harness.stats import Spread
+
+from .lib.prompts import HEAD, QUESTION, Shape, Writer
+from .lib.stats import Spread
 
 KINDS = ("stock", "prefix", "cold", "warm")
 LABELS = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from vllm_hypic.eval.estimates import percentile
 from vllm_hypic.harness import report
 from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.stats import percentile
 
 from .scale_sim import Policy
 

@@ -17,15 +17,14 @@ import click
 from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.fidelity import Distance, Fidelity, distance, top
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from vllm_hypic.harness.fidelity import Distance, distance, top
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 from vllm_hypic.primitives.options import LINK, SEAM
 
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Fidelity, Spread
 from .options import needed_context, repeat_options
 
 NOISE_CHUNK = 1024

@@ -12,13 +12,12 @@ import click
 from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, Shape, Writer
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread, slope, slopes
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 
+from .lib.prompts import BESIDE, Shape, Writer
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread, slope, slopes
 from .options import needed_context, repeat_options
 from .points import COLUMNS, KINDS, LABELS, ShapeTimes, gate_text, measure, rounds, rows
 

@@ -11,13 +11,10 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from vllm_hypic.eval import estimates
-from vllm_hypic.eval.fitting import TasksError, needed_context
-from vllm_hypic.eval.methods import DEFAULT, FULL, Method, link_method, noise_name
-from vllm_hypic.eval.names import JsonObject, Names
-from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.results import FamilyResult, Metric, TextResult, overall
+from vllm_hypic.eval.fitting import PoolError, TasksError, needed_context, refused
+from vllm_hypic.eval.methods import FULL, Method
 from vllm_hypic.eval.runner import SEQUENCES, noise_engine
-from vllm_hypic.eval.study import Keep, Study, refused
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate, Task
 from vllm_hypic.eval.tasks.families import SEED_STEP, Source
 from vllm_hypic.eval.tasks.installed import installed_texts
@@ -26,12 +23,16 @@ from vllm_hypic.harness.engine_calls import FORCING
 from vllm_hypic.harness.engines import Engine, described, running
 from vllm_hypic.harness.generators import EXAMPLE, find_generator, trust_option
 from vllm_hypic.harness.report import check_outputs, output_options
-from vllm_hypic.harness.settings import EngineSettings, has_chat_template, model_name
+from vllm_hypic.harness.settings import EngineSettings, JsonObject, model_name
 from vllm_hypic.primitives.policies import LinkError
 
 from ..lib.settings import engine_options
+from ..options import Names
 from .answers_file import writing_answers
-from .selection import Settings, family_names, make_tasks
+from .methods import DEFAULT, link_method, noise_name
+from .results import FamilyResult, TextResult, overall
+from .selection import Settings, family_names, has_chat_template, make_tasks
+from .study import Keep, Study
 from .tables import family_table, notes, overall_table, text_table, wide_console
 from .tasks.families import FAMILIES, shape
 

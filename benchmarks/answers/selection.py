@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,16 @@ def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | Non
                 f"--tasks: {name!r} has no questions for this model; expected {', '.join(suitable)}"
             )
     return tasks
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer in the folder has a chat template."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
 
 
 def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:

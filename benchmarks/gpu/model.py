@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from vllm_hypic.harness import report
-from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.stats import Spread, slope, slopes
+from vllm_hypic.harness.settings import Numbers
 
+from ..lib.stats import Spread, slope, slopes
 from . import gate
 from .aims import Aim, aims_table
 from .composed import ComposedPass, Composition, Pool, SegmentPass

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm_hypic.harness import report
 from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.stats import Spread
 
+from ..lib.stats import Spread
 from .floors import Floor, Rates, Work
 from .timing import Timer
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from vllm_hypic.eval.estimates import Estimate, mean_and_interval
+from vllm_hypic.eval.estimates import Estimate
 from vllm_hypic.harness import gate, report
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import Shape
 from vllm_hypic.harness.report import check_outputs, output_options
-from vllm_hypic.harness.settings import model_name
+from vllm_hypic.harness.settings import Numbers, model_name
 
 from ..answers.tables import wide_console
+from ..lib.prompts import Shape
 from ..lib.settings import SHORTEST
+from ..lib.stats import mean_and_interval
 from .drift import FULL_NAME, MethodDrift, measure
 from .engine_pair import Probe, require_long, running_pair
 from .options import facts, probe_options, write

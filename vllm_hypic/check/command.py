@@ -11,9 +11,8 @@ import click
 
 from ..config.engine import HypicConfig
 from ..errors import ConfigError
-from ..eval.names import JsonObject
 from ..harness.report import console, size, table
-from ..harness.settings import HypicOptions
+from ..harness.settings import HypicOptions, JsonObject
 from .configuration import configuration_folder
 
 if TYPE_CHECKING:

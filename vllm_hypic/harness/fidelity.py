@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 TOP = 20
@@ -23,31 +23,6 @@ class Distance:
     mean_abs: float
     kl: float
     same_argmax: bool
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """Medians and worst cases of distances over several prompts; ``agreement`` is a share of the prompts."""
-
-    max_abs: float
-    max_abs_worst: float
-    mean_abs: float
-    kl: float
-    kl_worst: float
-    agreement: float
-    prompts: int
-
-    @staticmethod
-    def of(distances: Sequence[Distance]) -> Fidelity:
-        return Fidelity(
-            max_abs=statistics.median(d.max_abs for d in distances),
-            max_abs_worst=max(d.max_abs for d in distances),
-            mean_abs=statistics.median(d.mean_abs for d in distances),
-            kl=statistics.median(d.kl for d in distances),
-            kl_worst=max(d.kl for d in distances),
-            agreement=statistics.mean(d.same_argmax for d in distances),
-            prompts=len(distances),
-        )
 
 
 def top(logprobs: Mapping[int, float]) -> list[int]:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from vllm_hypic.cli import main
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.config.gate import GateConfig
+from vllm_hypic.eval.fitting import PoolError
 from vllm_hypic.eval.gate import command
 from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.command import Exit, gate
@@ -29,8 +30,7 @@ from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateEngines, GateMeasureme
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.results import Metric
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
 from vllm_hypic.eval.tasks.natural import TEXT_TOKENS

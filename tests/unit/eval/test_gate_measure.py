@@ -17,7 +17,7 @@ from vllm_hypic.eval.gate.fixed_set import TaskSet
 from vllm_hypic.eval.gate.measure import GateEngines, GateMeasurement, MeasureError, measure
 from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.results import Metric
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate, Task
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.settings import EngineSettings

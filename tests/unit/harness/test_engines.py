@@ -17,14 +17,15 @@ from lib.oracle.fla_models import save_fla_model
 
 from benchmarks.__main__ import main
 from benchmarks.lib import random_models
+from benchmarks.lib.prompts import Writer
 from benchmarks.lib.random_kimi import save_kimi_model
 from benchmarks.lib.random_ring import save_ring_model
 from benchmarks.lib.sizes import SIZES, random_model
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness import engine_calls
 from vllm_hypic.harness.engine_calls import FORCING, Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.settings import EngineSettings
 
 pytestmark = pytest.mark.engine

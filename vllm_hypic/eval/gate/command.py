@@ -18,20 +18,19 @@ from ...config.engine import AUTO, HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator, trust_option
-from ...harness.numbers import Numbers
 from ...harness.report import console, machine, plain, progress, versions
 from ...harness.settings import (
     EngineSettings,
     HypicOptions,
+    JsonObject,
+    Numbers,
     model_folder,
     model_name,
     with_options,
 )
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
-from ..fitting import TasksError, needed_context
+from ..fitting import PoolError, TasksError, needed_context
 from ..methods import Method
-from ..names import JsonObject
-from ..pool_batches import PoolError
 from ..task import ChatTemplate
 from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from ...harness.fidelity import distance
 from ...harness.report import percent
-from ...harness.stats import percentile
-from ..estimates import Estimate, difference
-from ..results import nll_increase
+from ..estimates import Estimate, difference, nll_increase, percentile
 from ..runner import MethodAnswer
 from .verdict import Judgement, Reason
 

@@ -30,7 +30,7 @@ from model import Model, delta_rule, scan
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_hypic.eval.estimates import share
+from benchmarks.lib.stats import share
 
 TEST_SEED = 20_000_000
 BATCH = 20
