@@ -17,8 +17,7 @@ from vllm_hypic.eval.estimates import nll_increase
 from vllm_hypic.eval.scores import holds, words
 from vllm_hypic.eval.task import TEXTS, Prompt, Task
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import check_outputs, console, output_options
+from vllm_hypic.harness.report import console
 from vllm_hypic.primitives.builder import build_messages
 from vllm_hypic.primitives.context import context_text, context_tokens
 from vllm_hypic.primitives.islands import choose_islands
@@ -28,6 +27,8 @@ from vllm_hypic.tune.dense import Dense
 
 from .answers.results import PERCENT, Score
 from .emulated import Composed, columns_of
+from .lib import report
+from .lib.report import check_outputs, output_options
 from .lib.stats import share
 
 FULL = "full recompute"

@@ -18,16 +18,15 @@ from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate, Task
 from vllm_hypic.eval.tasks.families import SEED_STEP, Source
 from vllm_hypic.eval.tasks.installed import installed_texts
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import FORCING
-from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.generators import EXAMPLE, find_generator, trust_option
-from vllm_hypic.harness.report import check_outputs, output_options
 from vllm_hypic.harness.settings import EngineSettings, JsonObject, model_name
 from vllm_hypic.primitives.policies import LinkError
 
-from ..lib.settings import engine_options
-from ..options import Names
+from ..lib import gate, report
+from ..lib.report import check_outputs, described, output_options
+from ..lib.settings import Names, engine_options
 from .answers_file import writing_answers
 from .methods import DEFAULT, link_method, noise_name
 from .results import FamilyResult, TextResult, overall

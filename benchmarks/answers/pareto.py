@@ -12,8 +12,8 @@ from typing import Any
 from vllm_hypic.eval.estimates import Estimate
 from vllm_hypic.eval.methods import FULL
 from vllm_hypic.eval.scores import Metric
-from vllm_hypic.harness.report import COLOURS
 
+from ..lib.report import COLOURS
 from .methods import PREFIX, PREFIX_SAME, is_noise
 from .results import FamilyResult, Overall
 

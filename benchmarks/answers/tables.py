@@ -12,8 +12,9 @@ from rich.table import Table
 from vllm_hypic.eval.estimates import Estimate
 from vllm_hypic.eval.methods import FULL
 from vllm_hypic.eval.scores import Metric
-from vllm_hypic.harness.report import percent, seconds, table
+from vllm_hypic.harness.report import percent, table
 
+from ..lib.report import seconds
 from .methods import PLAIN, is_noise
 from .results import Cell, FamilyResult, Overall, TextCell, TextResult
 

@@ -11,13 +11,13 @@ import click
 import numpy as np
 
 from vllm_hypic.eval.estimates import Estimate, mean
-from vllm_hypic.harness import gate, report
-from vllm_hypic.harness.report import check_outputs, output_options
 from vllm_hypic.harness.settings import model_name
 
 from ..answers.methods import is_noise, noise_name
 from ..answers.tables import wide_console
+from ..lib import gate, report
 from ..lib.prompts import Shape
+from ..lib.report import check_outputs, output_options
 from ..lib.settings import SHORTEST
 from ..lib.stats import mean_and_interval, relative, share
 from .engine_calls import Layers, Observation
@@ -187,8 +187,7 @@ def _notes(found: DriftReport) -> list[str]:
 
 
 def _plot(path: Path, title: str, found: DriftReport) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from ..lib.report import COLOURS
     from ..plots import Axes, Line, plot_lines
 
     def lines(values: Callable[[MethodDrift], Sequence[Estimate]]) -> list[Line]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from benchmarks.lib import gate
 from benchmarks.lib.stats import Fidelity, Spread, misses_allowed, slope, slopes
 from vllm_hypic.eval.estimates import percentile
-from vllm_hypic.harness import gate
 from vllm_hypic.harness.engine_calls import Answer
 from vllm_hypic.harness.fidelity import TOP, distance, top
 from vllm_hypic.primitives.policies import parse_link

@@ -10,7 +10,7 @@ from typing import Any
 from ...config.engine import HypicConfig, config_of
 from ...harness.engine_calls import FORCING, found_segments
 from ...harness.engines import Engine, running
-from ...harness.gate import GateFailed, require_cold_equals_warm
+from ...harness.fidelity import GateFailed, require_cold_equals_warm
 from ...harness.report import Steps
 from ...harness.settings import EngineSettings
 from ..fitting import fitting, refused

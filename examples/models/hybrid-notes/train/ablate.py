@@ -1,6 +1,6 @@
 """Takes away one memory of the model at a time and counts right answers: does it need both?
 
-    python ablate.py ../model --count 200
+    PYTHONPATH=../../../.. python ablate.py ../model --count 200
 
     all        everything sees everything: full recompute
     no-kv      in the full-attention layers the question sees only itself and the system segment
