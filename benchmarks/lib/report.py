@@ -17,8 +17,10 @@ import click
 
 from vllm_hypic.files import whole_file
 from vllm_hypic.harness.engines import Engine
+from vllm_hypic.harness.report import Steps as Steps
 from vllm_hypic.harness.report import console as console
 from vllm_hypic.harness.report import machine, three_digits, versions
+from vllm_hypic.harness.report import percent as percent
 from vllm_hypic.harness.report import plain as plain
 from vllm_hypic.harness.report import progress as progress
 from vllm_hypic.harness.report import size as size

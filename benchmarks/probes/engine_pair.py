@@ -81,7 +81,7 @@ class EnginePair:
         return make_prompts(generator, self.engine.vocabulary, probe.prompts, segments, tokens, probe.seed)
 
     def run(self, prompt: Prompt, *, kv: bool = False) -> PromptRuns:
-        """Raises :class:`~vllm_hypic.harness.fidelity.GateFailed` where less was reused than the method says."""
+        """Raises ``GateFailed`` where less was reused than the method says."""
         full = self._observe(self.engine, FULL, prompt, None, kv)
         wanted = top(full.logprobs)
         noise = self._observe(self.noise, FULL, prompt, wanted, kv)

@@ -21,14 +21,13 @@ from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.config.gate import GateConfig
 from vllm_hypic.eval.fitting import PoolError
 from vllm_hypic.eval.gate import command
-from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.command import Exit, gate
-from vllm_hypic.eval.gate.criteria import Limits, Numbers
+from vllm_hypic.eval.gate.criteria import Limits, Numbers, Verdict
 from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE, TaskSet
 from vllm_hypic.eval.gate.identity import Subject
 from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateEngines, GateMeasurement, MeasureError
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
-from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.gate.startup import LADDER
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate

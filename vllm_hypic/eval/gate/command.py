@@ -34,14 +34,12 @@ from ..methods import Method
 from ..task import ChatTemplate
 from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError
-from .choice import candidates
-from .criteria import Limits, judge
+from .criteria import Limits, Verdict, judge, numbers_table, reasons_text
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
 from .measure import GateEngines, GateMeasurement, MeasureError, measure
-from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
-from .verdict import Verdict
+from .startup import candidates
 
 CONTEXT = 8192
 """Context of the engines for the fixed set, in tokens, which is more than any of its prompts has."""
