@@ -13,13 +13,11 @@ import click
 import torch
 
 from vllm_hypic.eval import estimates
-from vllm_hypic.eval.results import PERCENT, Score, nll_increase
+from vllm_hypic.eval.estimates import nll_increase
 from vllm_hypic.eval.scores import holds, words
-from vllm_hypic.eval.task import TEXTS, Task
+from vllm_hypic.eval.task import TEXTS, Prompt, Task
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
-from vllm_hypic.harness import report
-from vllm_hypic.harness.prompts import Prompt
-from vllm_hypic.harness.report import check_outputs, console, output_options
+from vllm_hypic.harness.report import console
 from vllm_hypic.primitives.builder import build_messages
 from vllm_hypic.primitives.context import context_text, context_tokens
 from vllm_hypic.primitives.islands import choose_islands
@@ -27,7 +25,11 @@ from vllm_hypic.primitives.token_texts import TokenTexts
 from vllm_hypic.primitives.windows import Words
 from vllm_hypic.tune.dense import Dense
 
+from .answers.results import PERCENT, Score
 from .emulated import Composed, columns_of
+from .lib import report
+from .lib.report import check_outputs, output_options
+from .lib.stats import share
 
 FULL = "full recompute"
 
@@ -188,7 +190,7 @@ def _question_cell(
     method: str, answers: Sequence[Answered], full: Sequence[Answered], prompt: float
 ) -> QuestionCell:
     own, base = ([a.score for a in found] for found in (answers, full))
-    right = estimates.share([score > 0 for score in own]).times(PERCENT)
+    right = share([score > 0 for score in own]).times(PERCENT)
     contains = Score(right, estimates.difference(own, base))
     return QuestionCell(contains=contains, **_cell(method, answers, prompt))
 

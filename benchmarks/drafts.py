@@ -12,15 +12,16 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Answer, Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.prompts import BESIDE, QUESTION, Writer
-from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import Steps, console
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
 
+from .lib import gate, report
+from .lib.prompts import BESIDE, QUESTION, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread
 from .options import repeat_options
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from vllm_hypic.harness.prompts import Prompt
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.tune.dense import Columns, Dense, joined
 
 
@@ -95,7 +95,8 @@ class Composed:
             again = sorted(rows)
             keep = torch.ones(self.end, dtype=torch.bool)
             keep[again] = False
-            columns = self.records.at(keep.nonzero()[:, 0])
+            at, records = keep.nonzero()[:, 0], self.records
+            columns = Columns(records.keys[:, :, :, at], records.values[:, :, :, at], records.positions[at])
         ids = [*(self._ids[p] for p in again), *self.prompt.question]
         scores, new, _ = self._model.run(torch.tensor([ids]), torch.tensor([*again, *question]), columns)
         return scores[0, -1], joined([columns, new])

@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm_hypic.harness.engine_calls import Answer, Ask, add, forget_streams, generate, scheduler_of
 
-# -- profiles and memory -----------------------------------------------------------------------------
+# -- calls, profiles and memory -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ class Profile:
     first_token_s: float
     operators: list[Operator]
     answer: Answer
+
+
+def hypic_calls(llm: Any) -> dict[str, int]:
+    """Return how often each operator of the plugin has run."""
+    [calls] = llm.collective_rpc("hypic_calls")
+    return dict(calls)
 
 
 CUSTOM = ("vllm::", "vllm_hypic::", "_C::")

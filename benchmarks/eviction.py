@@ -12,14 +12,15 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, size
+from vllm_hypic.harness.report import console, percent, size
 from vllm_hypic.store.eviction.flop_aware import FlopAwarePolicy
 from vllm_hypic.store.eviction.policy import LruPolicy
 
 from .eviction_replay import Accesses, Saved, offline_greedy, replay, upper_bound
 from .eviction_shapes import SHAPES, RecordShape
 from .eviction_traces import KINDS, Request, generate, load
+from .lib import report
+from .lib.report import check_outputs, output_options
 from .trace import TraceError
 
 LEAST_GAIN = -0.01

@@ -27,15 +27,17 @@ import click
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.harness import report
-from vllm_hypic.harness.gate import GateFailed, reporting_failures
-from vllm_hypic.harness.report import percent, seconds
+from vllm_hypic.harness.fidelity import GateFailed
+from vllm_hypic.harness.report import percent
 from vllm_hypic.harness.settings import with_options
-from vllm_hypic.harness.stats import Spread
 
+from .lib import report
+from .lib.gate import reporting_failures
 from .lib.pretrained import MissingModel, smollm2
 from .lib.processes import launch
+from .lib.report import seconds
 from .lib.serving import Server, ServerError
+from .lib.stats import Spread
 from .services import ServiceMissing, require_lmcache
 
 STOCK = "stock"

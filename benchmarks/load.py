@@ -41,17 +41,17 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.gate import reporting_failures
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.settings import with_options
-from vllm_hypic.harness.stats import percentile
+from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.report import percent
+from vllm_hypic.harness.settings import Numbers, with_options
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from . import trace as traces
 from .bench_serve import BenchError, End
 from .client import Client, ClientError
+from .lib import report
+from .lib.gate import reporting_failures
+from .lib.report import seconds
 from .lib.serving import ServerError
 from .lib.settings import Served, served_options
 from .rates import LoadResult, LoadSettings, Measurement, RatePoint, connect
@@ -404,8 +404,7 @@ def _tell(result: LoadResult, s: LoadSettings, console: Console) -> None:
 
 
 def _plot(path: Path, points: Sequence[RatePoint], s: LoadSettings) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from .lib.report import COLOURS
     from .plots import Axes, Line, plot_lines
 
     colours = {STOCK: COLOURS["prefix"], HYPIC: COLOURS["warm"]}

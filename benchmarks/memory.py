@@ -13,14 +13,17 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import engine_calls, gate, report
+from vllm_hypic.eval.task import Prompt
+from vllm_hypic.harness import engine_calls
 from vllm_hypic.harness.engine_calls import Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
-from vllm_hypic.harness.report import check_outputs, console, output_options, size
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import console, size
 from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import Crowd, crowd
+from .lib import gate, report
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from .lib.report import check_outputs, described, output_options
 from .lib.settings import SHORTEST, engine_options
 from .options import needed_context
 

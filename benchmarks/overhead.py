@@ -18,16 +18,17 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import engine_calls, gate, report
 from vllm_hypic.harness.engine_calls import Answer, Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
-from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import Steps, console
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 
+from .engine_calls import hypic_calls
+from .lib import gate, report
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread
 from .options import Shapes, needed_context, repeat_options
 
 GRID = "1x4096,4x2048,4x1024,8x512,16x1024,16x256,16x128"
@@ -157,9 +158,9 @@ def _measure(
     total = (len(lengths) + len(shapes) + 1) * (repeats + 1)
     with report.progress(console(), total, "starting engines") as steps, running(stock, hypic):
         bench = _Bench(stock, hypic, Writer(hypic.vocabulary, seed), repeats, steps)
-        before = hypic.call(engine_calls.hypic_calls)
+        before = hypic.call(hypic_calls)
         plain = [bench.plain(n, decode_tokens) for n in lengths]
-        after = hypic.call(engine_calls.hypic_calls)
+        after = hypic.call(hypic_calls)
         ran = {name: n - before.get(name, 0) for name, n in after.items() if n != before.get(name, 0)}
         if ran:
             raise gate.GateFailed(f"plain requests ran operators of the plugin: {ran}")
@@ -170,7 +171,7 @@ def _measure(
             cold=[bench.cold(shape) for shape in shapes],
             decode=[bench.decode(documents, decode_tokens)],
         )
-        if not hypic.call(engine_calls.hypic_calls):
+        if not hypic.call(hypic_calls):
             raise gate.GateFailed("the plugin's operators are not counted: their absence proves nothing")
         return result, described(stock, hypic)
 

@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_hypic.harness import gate
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.fidelity import Distance
-from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
-from vllm_hypic.harness.report import Steps, seconds
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.report import Steps
+
+from .lib import gate
+from .lib.prompts import HEAD, QUESTION, Shape, Writer
+from .lib.report import seconds
+from .lib.stats import Spread
 
 KINDS = ("stock", "prefix", "cold", "warm")
 LABELS = {
@@ -55,7 +58,7 @@ def measure(
     seed: int,
     steps: Steps,
 ) -> list[ShapeTimes]:
-    """All shapes; raises :class:`~vllm_hypic.harness.gate.GateFailed` when an answer is wrong."""
+    """All shapes; raises :class:`~vllm_hypic.harness.fidelity.GateFailed` when an answer is wrong."""
     writer = Writer(hypic.vocabulary, seed)
     distances: list[Distance] = []
     for shape in shapes:

@@ -13,12 +13,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, size
+from vllm_hypic.harness.report import console, percent, size
 
 from .eviction import Fractions
 from .eviction_replay import Saved
 from .eviction_shapes import SHAPES, RecordShape
+from .lib import report
+from .lib.report import check_outputs, output_options
 from .placers import PLACERS
 from .prefix_lines import GRID, Tree, foreseen, kept, planned
 from .prefix_options import asked_traces, trace_options

@@ -16,14 +16,16 @@ from typing import Any
 import click
 import numpy as np
 
-from vllm_hypic.harness import gate, report
+from vllm_hypic.eval.estimates import percentile
 from vllm_hypic.harness.engine_calls import FORCING, Answer, Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import Steps, console
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread, percentile
 
+from .lib import gate, report
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import engine_options
+from .lib.stats import Spread
 from .prefix_options import asked_traces, trace_options
 from .prefix_traces import PrefixKind, Turn
 

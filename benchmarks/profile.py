@@ -11,16 +11,17 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import console, percent
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
 
 from .engine_calls import Operator, Profile, profiled
+from .lib import gate, report
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread
 from .options import needed_context, repeat_options
 from .stages import MATRIX_PRODUCTS_AND_ATTENTION, by_stage, stage_of
 

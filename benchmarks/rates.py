@@ -11,14 +11,15 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.gate import GateFailed
-from vllm_hypic.harness.report import seconds
-from vllm_hypic.harness.stats import misses_allowed, percentile
+from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.fidelity import GateFailed
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from .bench_serve import Bench, End, Outcome, TimedRequest
 from .client import Client, ClientError, Complete, working
+from .lib import report
+from .lib.report import seconds
+from .lib.stats import misses_allowed
 from .search import RateSearch
 from .servers import STOCK, Spec
 from .trace import Trace, TraceRequest

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import click
 
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, running
-from vllm_hypic.harness.fidelity import Distance, Fidelity, top
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, QUESTION, Writer
-from vllm_hypic.harness.report import check_outputs, console, output_options, size
-from vllm_hypic.harness.settings import EngineSettings
+from vllm_hypic.harness.fidelity import Distance, top
+from vllm_hypic.harness.report import console, size
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 
 from .engine_calls import RecordBytes, records_held
+from .lib import gate, report
+from .lib.prompts import BESIDE, QUESTION, Writer
+from .lib.report import check_outputs, output_options
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Fidelity
 from .options import needed_context
 
 KEEP_ALL = 0.0

@@ -15,11 +15,12 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.report import check_outputs, console, output_options
-from vllm_hypic.harness.stats import percentile
+from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.report import console
+from vllm_hypic.harness.settings import Numbers
 
+from .lib import report
+from .lib.report import check_outputs, output_options
 from .scale_model import PRESETS, Costs, Lengths, Request, at_once, poisson
 from .scale_results import (
     GOAL_WORKERS,

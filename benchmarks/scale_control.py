@@ -18,8 +18,10 @@ from multiprocessing.connection import Connection
 import msgspec
 from rich.console import Console
 
-from vllm_hypic.harness.report import seconds, table
+from vllm_hypic.harness.report import table
 from vllm_hypic.segment_parallel.router.assign import assign
+
+from .lib.report import seconds
 
 WORKERS, SEGMENTS, TOKENS = 64, 32, 1900
 NAMES = 1_000_000

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.stats import percentile
+from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.report import percent
 
+from .lib import report
+from .lib.report import seconds
 from .scale_sim import Policy
 
 if TYPE_CHECKING:

@@ -14,18 +14,18 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.fidelity import Distance, Fidelity, distance, top
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.fidelity import Distance, distance, top
+from vllm_hypic.harness.report import console, percent
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 from vllm_hypic.primitives.options import LINK, SEAM
 
+from .lib import gate, report
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Fidelity, Spread
 from .options import needed_context, repeat_options
 
 NOISE_CHUNK = 1024
@@ -225,8 +225,7 @@ def _table(title: str, measured: Sequence[SeamResult]) -> Any:
 
 
 def _plot(path: Path, measured: Sequence[SeamResult], shape: str) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from .lib.report import COLOURS
     from .plots import Axes, Line, plot_lines
 
     windows = [r for r in measured if r.window is not None]

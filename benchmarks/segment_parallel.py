@@ -11,24 +11,16 @@ import click
 import httpx
 from rich.console import Console
 
-from vllm_hypic.harness.prompts import uneven, writer
-from vllm_hypic.harness.report import (
-    check_outputs,
-    console,
-    percent,
-    progress,
-    report,
-    seconds,
-    table,
-    write_json,
-)
+from vllm_hypic.harness.report import console, percent, progress, table
 from vllm_hypic.harness.settings import model_context
-from vllm_hypic.harness.stats import Spread
 
 from .lib.client import Breakdown, Reply, completion, separator_of
 from .lib.cluster import Cluster, Setup
+from .lib.prompts import uneven, writer
+from .lib.report import check_outputs, report, seconds, write_json
 from .lib.serving import ServerError
 from .lib.sizes import SIZES, random_model
+from .lib.stats import Spread
 
 LENGTHS = (1536, 1280, 1152, 1024, 960, 832, 768, 640)
 """Tokens of the segments, the leading one first: 8192 in all."""

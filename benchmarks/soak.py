@@ -23,10 +23,11 @@ import psutil
 from rich import box
 from rich.console import Console
 
-from vllm_hypic.harness.report import check_outputs, console, report, table, write_json
+from vllm_hypic.harness.report import console, table
 
 from .lib.client import separator_of
 from .lib.cluster import Cluster, Instance, Setup
+from .lib.report import check_outputs, report, write_json
 from .lib.serving import Server, ServerError
 from .lib.sizes import random_model
 from .services import RedisServer, ServiceError, ServiceMissing

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_hypic.harness.stats import slope
-
+from .lib.stats import slope
 from .soak_faults import Fault, FaultKind
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import httpx
 
-from vllm_hypic.harness.prompts import Prompt, uneven, writer
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.primitives.builder import build_prompt
 
+from .lib.prompts import uneven, writer
 from .soak_checks import CUT_OFF, Failure, Tokens, Verdict, judge
 
 DOCUMENTS, COMPOSED, PLAIN, CONVERSATIONS, TURNS, SEGMENTS = 40, 50, 16, 6, 3, 12

@@ -16,19 +16,21 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import engine_calls, gate, report
+from vllm_hypic.eval.task import Prompt
+from vllm_hypic.harness import engine_calls
 from vllm_hypic.harness.engine_calls import Answer, Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.fidelity import Distance
-from vllm_hypic.harness.gate import GateFailed
-from vllm_hypic.harness.prompts import BESIDE, HEAD, QUESTION, Prompt, Shape, Writer
-from vllm_hypic.harness.report import Steps, check_outputs, console, output_options, seconds, size
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.fidelity import Distance, GateFailed
+from vllm_hypic.harness.report import Steps, console, size
 from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread
 
 from . import engine_calls as own_calls
 from . import page_cache
+from .lib import gate, report
+from .lib.prompts import BESIDE, HEAD, QUESTION, Shape, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread
 from .options import needed_context, repeat_options
 from .services import LMCacheServer, RedisServer, ServiceError, ServiceMissing, require_lmcache
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import Ask
-from vllm_hypic.harness.engines import Engine, described, running
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import BESIDE, Shape, Writer
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.settings import EngineSettings
-from vllm_hypic.harness.stats import Spread, slope, slopes
+from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.report import console, percent
+from vllm_hypic.harness.settings import EngineSettings, Numbers
 
+from .lib import gate, report
+from .lib.prompts import BESIDE, Shape, Writer
+from .lib.report import check_outputs, described, output_options, seconds
 from .lib.settings import SHORTEST, engine_options
+from .lib.stats import Spread, slope, slopes
 from .options import needed_context, repeat_options
 from .points import COLUMNS, KINDS, LABELS, ShapeTimes, gate_text, measure, rounds, rows
 
@@ -219,8 +219,7 @@ def _write(
 
 
 def _plot(path: Path, points: Sequence[ShapeTimes], x: list[float], x_label: str, title: str) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from .lib.report import COLOURS
     from .plots import Axes, Line, plot_lines
 
     times, ratios = [], []

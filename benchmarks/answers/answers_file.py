@@ -10,8 +10,9 @@ from pathlib import Path
 
 from vllm_hypic.eval.runner import MethodAnswer
 from vllm_hypic.eval.scores import Likelihood, Scores
-from vllm_hypic.eval.study import Keep
 from vllm_hypic.eval.task import Task
+
+from .study import Keep
 
 
 @contextmanager

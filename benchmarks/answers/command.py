@@ -11,28 +11,29 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from vllm_hypic.eval import estimates
-from vllm_hypic.eval.fitting import TasksError, needed_context
-from vllm_hypic.eval.methods import DEFAULT, FULL, Method, link_method, noise_name
-from vllm_hypic.eval.names import JsonObject, Names
-from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.results import FamilyResult, Metric, TextResult, overall
+from vllm_hypic.eval.fitting import PoolError, TasksError, needed_context, refused
+from vllm_hypic.eval.methods import FULL, Method
 from vllm_hypic.eval.runner import SEQUENCES, noise_engine
-from vllm_hypic.eval.study import Keep, Study, refused
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate, Task
-from vllm_hypic.eval.tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.eval.tasks.families import SEED_STEP, Source
 from vllm_hypic.eval.tasks.installed import installed_texts
-from vllm_hypic.harness import gate, report
 from vllm_hypic.harness.engine_calls import FORCING
-from vllm_hypic.harness.engines import Engine, described, running
+from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.generators import EXAMPLE, find_generator, trust_option
-from vllm_hypic.harness.report import check_outputs, output_options
-from vllm_hypic.harness.settings import EngineSettings, has_chat_template, model_name
+from vllm_hypic.harness.settings import EngineSettings, JsonObject, model_name
 from vllm_hypic.primitives.policies import LinkError
 
-from ..lib.settings import engine_options
+from ..lib import gate, report
+from ..lib.report import check_outputs, described, output_options
+from ..lib.settings import Names, engine_options
 from .answers_file import writing_answers
-from .selection import Settings, family_names, make_tasks
+from .methods import DEFAULT, link_method, noise_name
+from .results import FamilyResult, TextResult, overall
+from .selection import Settings, family_names, has_chat_template, make_tasks
+from .study import Keep, Study
 from .tables import family_table, notes, overall_table, text_table, wide_console
+from .tasks.families import FAMILIES, shape
 
 METHODS = "full, prefix, prefix-same, hypic-W, naive-W, epic-K, seam-H-T, seam-H-T+A, block"
 """Methods; a context, islands and a mode may follow a link method: see :func:`.methods.link_method`."""
@@ -185,7 +186,7 @@ def main(
         tokens=tokens,
         facts=source.facts,
         seed=seed,
-        shapes={name: FAMILIES[name].shape(source, documents, tokens) for name in families},
+        shapes={name: shape(name, source, documents, tokens) for name in families},
         texts=installed_texts().digest if any(FAMILIES[name].natural for name in families) else None,
         chat=chat,
         chat_template=chat_template,

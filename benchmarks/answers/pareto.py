@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from vllm_hypic.eval.estimates import Estimate
-from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, is_noise
-from vllm_hypic.eval.results import FamilyResult, Metric, Overall
-from vllm_hypic.harness.report import COLOURS
+from vllm_hypic.eval.methods import FULL
+from vllm_hypic.eval.scores import Metric
+
+from ..lib.report import COLOURS
+from .methods import PREFIX, PREFIX_SAME, is_noise
+from .results import FamilyResult, Overall
 
 COLUMNS = 3
 LEAST_SPAN = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import click
 
 from vllm_hypic.eval.task import Task
 from vllm_hypic.eval.tasks import longbench
-from vllm_hypic.eval.tasks.english import WORDS_PER_TOKEN
-from vllm_hypic.eval.tasks.families import FAMILIES, SEED_STEP, Source
+from vllm_hypic.eval.tasks.families import SEED_STEP, Source
+from vllm_hypic.eval.tasks.natural import words_of
 from vllm_hypic.harness.settings import EngineSettings
+
+from .tasks.families import FAMILIES, suits, usual
 
 DATA_TOKENS = 512
 """Default limit on the tokens in a segment of a file's contexts."""
@@ -46,15 +49,25 @@ class Settings:
 
 def family_names(tasks: tuple[str, ...] | None, source: Source, data: Path | None) -> tuple[str, ...]:
     """Return the families to generate.  Raises ``click.UsageError`` for a family unsuitable for the model."""
-    suitable = tuple(name for name, family in FAMILIES.items() if family.suits(source.generator))
+    suitable = tuple(name for name in FAMILIES if suits(name, source.generator))
     if tasks is None:
-        return () if data is not None else tuple(n for n in suitable if FAMILIES[n].usual(source.generator))
+        return () if data is not None else tuple(n for n in suitable if usual(n, source.generator))
     for name in tasks:
         if name not in suitable:
             raise click.UsageError(
                 f"--tasks: {name!r} has no questions for this model; expected {', '.join(suitable)}"
             )
     return tasks
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer in the folder has a chat template."""
+    if (model / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError):
+        return False
 
 
 def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
@@ -68,7 +81,7 @@ def make_tasks(settings: Settings, source: Source) -> dict[str, list[Task]]:
         except ValueError as e:
             raise click.UsageError(f"{name}, {documents} documents of {tokens} tokens: {e}") from e
     if settings.data is not None:
-        words = int((settings.tokens or DATA_TOKENS) * WORDS_PER_TOKEN)
+        words = words_of(settings.tokens or DATA_TOKENS)
         try:
             read = longbench.read(settings.data, limit=settings.prompts, words=words)
         except longbench.DataError as e:

@@ -10,9 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_hypic.eval.estimates import Estimate
-from vllm_hypic.eval.methods import FULL, PLAIN, is_noise
-from vllm_hypic.eval.results import Cell, FamilyResult, Metric, Overall, TextCell, TextResult
-from vllm_hypic.harness.report import percent, seconds, table
+from vllm_hypic.eval.methods import FULL
+from vllm_hypic.eval.scores import Metric
+from vllm_hypic.harness.report import percent, table
+
+from ..lib.report import seconds
+from .methods import PLAIN, is_noise
+from .results import Cell, FamilyResult, Overall, TextCell, TextResult
 
 COLUMNS = (
     "",

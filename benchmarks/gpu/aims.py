@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hypic.harness import report
+from ..lib import report
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 import torch
 
-from vllm_hypic.harness import report
-
+from ..lib import report
 from .device import Facts, device_option
 from .kernels import CHECKS, DTYPES, run_checks
 from .operators import operators_for

@@ -12,9 +12,7 @@ import click
 import numpy as np
 import torch
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import REPORT_FILE, check_outputs, seconds, size
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.report import size
 from vllm_hypic.pool.codec import RankPart, RecordCodec
 from vllm_hypic.pool.copy import mover_of
 from vllm_hypic.pool.copy.base import RecordMover
@@ -28,6 +26,9 @@ from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.store.record import aligned_buffer, begin_record, record_nbytes
 
+from ..lib import report
+from ..lib.report import REPORT_FILE, check_outputs, seconds
+from ..lib.stats import Spread
 from .composed import PAGE, ComposedPass, Composition, Pool, SegmentPass
 from .device import Facts, device_option
 from .gate import GateFailed, reporting_failures

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness import report
+from ..lib import report
 
 CHUNK = 32
 """Rows of a chunk of segments."""

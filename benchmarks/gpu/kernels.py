@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 import torch
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import check_outputs, console, output_options, size
+from vllm_hypic.harness.report import console, size
 
+from ..lib import report
+from ..lib.report import check_outputs, output_options
 from . import gate
 from .aims import Aim, aims_table
 from .delta_checks import check_delta

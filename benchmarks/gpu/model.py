@@ -11,11 +11,12 @@ import click
 import torch
 from torch import Tensor
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.report import check_outputs, console, output_options, percent, seconds
-from vllm_hypic.harness.stats import Spread, slope, slopes
+from vllm_hypic.harness.report import console, percent
+from vllm_hypic.harness.settings import Numbers
 
+from ..lib import report
+from ..lib.report import check_outputs, output_options, seconds
+from ..lib.stats import Spread, slope, slopes
 from . import gate
 from .aims import Aim, aims_table
 from .composed import ComposedPass, Composition, Pool, SegmentPass
@@ -373,8 +374,7 @@ def _range(ratio: Spread) -> str:
 
 
 def _plot(path: Path, points: Sequence[PromptTimes], drift: Drift, title: str) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from ..lib.report import COLOURS
     from ..plots import Axes, Line, plot_lines
 
     names = {"full": "stock", "cold": "cold", "warm": "warm"}

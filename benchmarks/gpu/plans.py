@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from vllm_hypic.backends.ops.program import Mode
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import seconds
-from vllm_hypic.harness.stats import Spread
 
+from ..lib import report
+from ..lib.report import seconds
+from ..lib.stats import Spread
 from .composed import Composition
 from .delta_cases import compose_program
 from .operators import Operators

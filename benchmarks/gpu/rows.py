@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_hypic.harness import report
-from vllm_hypic.harness.report import percent, seconds
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.harness.report import percent
 
+from ..lib import report
+from ..lib.report import seconds
+from ..lib.stats import Spread
 from .floors import Floor, Rates, Work
 from .timing import Timer
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_hypic.harness.stats import Spread
+from ..lib.stats import Spread
 
 FLUSH_BYTES = 512 << 20
 """Written between calls: many times the last-level cache, so that every call finds its inputs in memory. It

@@ -1,1 +1,1 @@
-"""What benchmarks, demonstrations and tests share: models of random weights, processes, servers, clusters."""
+"""What benchmarks, demonstrations and tests share: random models, servers, clusters, reports."""

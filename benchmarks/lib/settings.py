@@ -21,6 +21,30 @@ SHORTEST = 64
 """Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
 
 
+class Names(click.ParamType):
+    """Distinct names, separated by commas; ``read`` raises ``ValueError`` for a name that is not allowed."""
+
+    name = "names"
+
+    def __init__(self, read: Callable[[str], object]) -> None:
+        self.read = read
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(part.strip() for part in value.split(","))
+        for name in names:
+            try:
+                self.read(name)
+            except ValueError as e:
+                self.fail(str(e), param, ctx)
+        if len(set(names)) < len(names):
+            self.fail(f"{value!r}: expected different names", param, ctx)
+        return names
+
+
 @dataclass(frozen=True)
 class Served:
     """Settings that engines and servers share."""

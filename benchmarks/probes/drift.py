@@ -10,15 +10,16 @@ from typing import Any
 import click
 import numpy as np
 
-from vllm_hypic.eval.estimates import Estimate, mean, mean_and_interval, relative, share
-from vllm_hypic.eval.methods import is_noise, noise_name
-from vllm_hypic.harness import gate, report
-from vllm_hypic.harness.prompts import Shape
-from vllm_hypic.harness.report import check_outputs, output_options
+from vllm_hypic.eval.estimates import Estimate, mean
 from vllm_hypic.harness.settings import model_name
 
+from ..answers.methods import is_noise, noise_name
 from ..answers.tables import wide_console
+from ..lib import gate, report
+from ..lib.prompts import Shape
+from ..lib.report import check_outputs, output_options
 from ..lib.settings import SHORTEST
+from ..lib.stats import mean_and_interval, relative, share
 from .engine_calls import Layers, Observation
 from .engine_pair import EnginePair, Probe, PromptRuns, require_long, running_pair
 from .options import facts, probe_options, write
@@ -186,8 +187,7 @@ def _notes(found: DriftReport) -> list[str]:
 
 
 def _plot(path: Path, title: str, found: DriftReport) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from ..lib.report import COLOURS
     from ..plots import Axes, Line, plot_lines
 
     def lines(values: Callable[[MethodDrift], Sequence[Estimate]]) -> list[Line]:

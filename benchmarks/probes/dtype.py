@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import numpy as np
 
-from vllm_hypic.eval.estimates import Estimate, mean, mean_and_interval, relative
-from vllm_hypic.eval.methods import link_method, noise_name
-from vllm_hypic.harness import gate, report
+from vllm_hypic.eval.estimates import Estimate, mean
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness.engine_calls import Ask
-from vllm_hypic.harness.prompts import Prompt, Shape
-from vllm_hypic.harness.report import check_outputs, output_options
 from vllm_hypic.harness.settings import model_name
 
+from ..answers.methods import link_method, noise_name
 from ..answers.tables import wide_console
+from ..lib import gate, report
+from ..lib.prompts import Shape
+from ..lib.report import check_outputs, output_options
 from ..lib.settings import SHORTEST
+from ..lib.stats import mean_and_interval, relative
 from .engine_calls import answered, layers
 from .engine_pair import EnginePair, Probe, require_long, running_pair
 from .options import facts, probe_options, write

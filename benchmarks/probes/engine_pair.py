@@ -10,16 +10,17 @@ from typing import Any
 import click
 
 from vllm_hypic.config.engine import HypicConfig
+from vllm_hypic.eval.fitting import traits
 from vllm_hypic.eval.methods import FULL, Method
-from vllm_hypic.eval.pool_batches import traits
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness import engine_calls as engine_calls
 from vllm_hypic.harness.engines import Engine, running
-from vllm_hypic.harness.fidelity import Distance, top
-from vllm_hypic.harness.gate import GateFailed, checked_distance
+from vllm_hypic.harness.fidelity import Distance, GateFailed, top
 from vllm_hypic.harness.generators import FIRST_SEED, Generator, find_generator
-from vllm_hypic.harness.prompts import HEAD, QUESTION, Prompt, Shape, Writer
 from vllm_hypic.harness.settings import EngineSettings
 
+from ..lib.gate import checked_distance
+from ..lib.prompts import HEAD, QUESTION, Shape, Writer
 from .engine_calls import Layers, Observation, layers, observe
 
 SPARE = 192
@@ -80,7 +81,7 @@ class EnginePair:
         return make_prompts(generator, self.engine.vocabulary, probe.prompts, segments, tokens, probe.seed)
 
     def run(self, prompt: Prompt, *, kv: bool = False) -> PromptRuns:
-        """Raises :class:`~vllm_hypic.harness.gate.GateFailed` where less was reused than the method says."""
+        """Raises ``GateFailed`` where less was reused than the method says."""
         full = self._observe(self.engine, FULL, prompt, None, kv)
         wanted = top(full.logprobs)
         noise = self._observe(self.noise, FULL, prompt, wanted, kv)

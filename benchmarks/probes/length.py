@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from vllm_hypic.eval.estimates import Estimate, mean_and_interval
-from vllm_hypic.harness import gate, report
-from vllm_hypic.harness.numbers import Numbers
-from vllm_hypic.harness.prompts import Shape
-from vllm_hypic.harness.report import check_outputs, output_options
-from vllm_hypic.harness.settings import model_name
+from vllm_hypic.eval.estimates import Estimate
+from vllm_hypic.harness.settings import Numbers, model_name
 
 from ..answers.tables import wide_console
+from ..lib import gate, report
+from ..lib.prompts import Shape
+from ..lib.report import check_outputs, output_options
 from ..lib.settings import SHORTEST
+from ..lib.stats import mean_and_interval
 from .drift import FULL_NAME, MethodDrift, measure
 from .engine_pair import Probe, require_long, running_pair
 from .options import facts, probe_options, write
@@ -130,8 +130,7 @@ def _table(title: str, points: Sequence[ShapeDrifts], value: Callable[[LengthRow
 
 
 def _plot(path: Path, title: str, more: Sequence[ShapeDrifts], longer: Sequence[ShapeDrifts]) -> None:
-    from vllm_hypic.harness.report import COLOURS
-
+    from ..lib.report import COLOURS
     from ..plots import Axes, Line, plot_lines
 
     def panel(points: Sequence[ShapeDrifts], x: Sequence[int], label: str, name: str) -> Axes:

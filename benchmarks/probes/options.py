@@ -9,13 +9,14 @@ from typing import Any
 
 import click
 
-from vllm_hypic.eval.methods import Method, link_method
-from vllm_hypic.harness import report
-from vllm_hypic.harness.engines import described
+from vllm_hypic.eval.methods import Method
 from vllm_hypic.harness.generators import EXAMPLE, trust_option
 from vllm_hypic.harness.settings import EngineSettings, HypicOptions, model_name, with_options
 from vllm_hypic.primitives.policies import LinkError
 
+from ..answers.methods import link_method
+from ..lib import report
+from ..lib.report import described
 from ..lib.sizes import SIZES, random_model
 from .engine_pair import EnginePair, Probe
 

@@ -20,11 +20,12 @@ from rich.table import Table
 
 from benchmarks.lib.client import Breakdown, Reply, completion, separator_of
 from benchmarks.lib.cluster import FAILURES, Cluster, Setup
+from benchmarks.lib.prompts import Writer, uneven, writer
+from benchmarks.lib.report import seconds
 from benchmarks.lib.serving import Server, ServerError
 from benchmarks.lib.sizes import SIZES, random_model
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import Writer, uneven, writer
-from vllm_hypic.harness.report import console, percent, seconds, size, table
+from vllm_hypic.harness.report import console, percent, size, table
 
 LENGTHS = (1536, 640, 1152, 320, 960, 832, 448, 1280)
 """Tokens of the segments, the leading segment first."""

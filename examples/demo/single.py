@@ -24,9 +24,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib import report
 from benchmarks.lib.client import Answer, ask
 from benchmarks.lib.serving import Server, ServerError
-from vllm_hypic.harness import report
 from vllm_hypic.harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 from vllm_hypic.primitives.tokens import PrimitiveTexts

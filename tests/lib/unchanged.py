@@ -68,13 +68,16 @@ GROUPS = {
             *_rooms("backends engine models patches pool"),
         ),
     ),
-    "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", "vllm_hypic/harness")),
+    "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", *_rooms("eval harness tune"))),
     "evaluation": Group(
         (
             *(f"tests/unit/{name}" for name in ("eval", "harness", "suggest", "tune")),
             "tests/server/integrations/test_suggest.py",
         ),
-        ("benchmarks/answers", "benchmarks/lib", *_rooms("eval harness primitives suggest tune")),
+        (
+            *("benchmarks/answers", "benchmarks/engine_calls.py", "benchmarks/lib"),
+            *_rooms("eval harness primitives suggest tune"),
+        ),
     ),
 }
 

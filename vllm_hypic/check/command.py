@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config.engine import HypicConfig
 from ..errors import ConfigError
-from ..eval.names import JsonObject
 from ..harness.report import console, size, table
-from ..harness.settings import HypicOptions
-from .configuration import configuration_folder
+from ..harness.settings import HypicOptions, JsonObject, model_folder
 
 if TYPE_CHECKING:
     from .findings import Findings
@@ -69,13 +71,46 @@ def check(
     from .findings import NotBuilt, find
 
     try:
-        with configuration_folder(model) as folder:
+        with _configuration_folder(model) as folder:
             found = find(folder, config, engine_args)
     except NotBuilt as e:
         click.echo(f"{model}: not checked: {e}", err=True)
         context.exit(UNKNOWN)
     click.echo(json.dumps(dataclasses.asdict(found), indent=2)) if as_json else _show(found)
     context.exit(0 if found.served else REFUSED)
+
+
+@contextmanager
+def _configuration_folder(model: str) -> Iterator[Path]:
+    """Yield a folder with the ``config.json`` of ``model``.
+
+    Raises ``click.UsageError`` if there is no configuration, or the file cannot be read.
+    """
+    file = Path(model)
+    if not (file.suffix == ".gguf" and file.is_file()):
+        yield model_folder(model)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _write_gguf_configuration(file, Path(folder))
+        yield model_folder(folder)
+
+
+def _write_gguf_configuration(file: Path, folder: Path) -> None:
+    """Write the configuration that transformers reads in a GGUF file's header as vLLM's ``config.json``."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    except ImportError as e:
+        raise click.UsageError(f"{file}: the package gguf reads GGUF files: pip install gguf") from e
+    except Exception as e:  # a broken file raises errors of numpy, struct or transformers
+        raise click.UsageError(f"{file}: transformers cannot read the header: {e}") from e
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if architecture is None:
+        raise click.UsageError(f"{file}: transformers has no causal model of the type {config.model_type!r}")
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
 
 
 def _show(found: Findings) -> None:

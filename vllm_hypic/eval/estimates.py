@@ -1,17 +1,15 @@
-"""Means over prompts, with 95 % intervals."""
+"""Means over prompts, with 95 % intervals, and percentiles."""
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-Z = 1.959964
-"""Standard normal quantile of a two-sided interval of 95 %."""
 BOUNDS = (2.5, 97.5)
-"""Bounds of that interval, as percentiles of a bootstrap."""
+"""Bounds of an interval of 95 %, as percentiles of a bootstrap."""
 RESAMPLES = 2000
 SEED = 20
 """Seed of the resampling: the same values give the same interval."""
@@ -29,18 +27,6 @@ class Estimate:
     def times(self, factor: float) -> Estimate:
         """Return the estimate in another unit; ``factor`` must be positive."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor, self.n)
-
-
-def share(hits: Sequence[bool]) -> Estimate:
-    """Return the share of true values with Wilson's interval.  Raises ``ValueError`` without values."""
-    _require(hits)
-    n = len(hits)
-    p = sum(hits) / n
-    spread = 1 + Z**2 / n
-    centre = (p + Z**2 / (2 * n)) / spread
-    reach = Z / spread * math.sqrt(p * (1 - p) / n + Z**2 / (4 * n**2))
-    # At the ends the interval touches p; rounding must not leave p outside.
-    return Estimate(p, max(0.0, min(p, centre - reach)), min(1.0, max(p, centre + reach)), n)
 
 
 def mean(values: Sequence[float]) -> Estimate:
@@ -72,6 +58,21 @@ def mean_of_means(groups: Sequence[Sequence[float]]) -> Estimate:
     return Estimate(value, float(low), float(high), sum(map(len, groups)))
 
 
+def nll_increase(found: Sequence[float], full: Sequence[float]) -> Estimate:
+    """Return by how many percent the mean of ``found`` exceeds the mean of ``full``, resampled in pairs."""
+    return difference(found, full).times(100 / statistics.fmean(full))
+
+
+def percentile(values: list[float], p: int) -> float:
+    """Return the smallest of ``values`` that at least ``p`` percent of the values do not exceed.
+
+    Raises ``ValueError`` without values.
+    """
+    if not values or not 1 <= p <= 100:
+        raise ValueError(f"percentile {p} of {len(values)} values: expected 1 to 100, and a value")
+    return sorted(values)[-(-p * len(values) // 100) - 1]
+
+
 def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Draw the counts of the distinct values, so that many equal values cost no more than a single value."""
     distinct, counts = np.unique(values, return_counts=True)
@@ -82,14 +83,3 @@ def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray
 def _require(values: Sequence[object]) -> None:
     if not len(values):
         raise ValueError("an estimate needs at least one value")
-
-
-def relative(other: np.ndarray, reference: np.ndarray) -> float:
-    """Return the Frobenius norm of the difference over the reference's norm; zero for equal arrays."""
-    difference = float(np.linalg.norm(other.astype(np.float64) - reference))
-    return difference / float(np.linalg.norm(reference)) if difference else 0.0
-
-
-def mean_and_interval(estimate: Estimate) -> str:
-    """Format an estimate as its mean and half its interval: ``0.0041 ±0.0003``."""
-    return f"{estimate.value:.2g} ±{(estimate.high - estimate.low) / 2:.1g}"

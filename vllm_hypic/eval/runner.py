@@ -1,4 +1,4 @@
-"""Runs examples through engines, method by method, for answers and times to first token."""
+"""Runs examples through engines, method by method, for answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from ..harness import engine_calls
 from ..harness.engine_calls import FORCING, Answer
 from ..harness.engines import Engine
 from ..harness.fidelity import top
-from ..harness.prompts import Prompt, Writer
 from ..harness.settings import EngineSettings
-from ..harness.stats import Spread
-from .methods import FULL, PREFIX, Method
-from .pool_batches import pool_batches, pool_limits
+from .fitting import pool_batches, pool_limits
+from .methods import FULL, Method
 from .task import Example
 
 BATCH = 16
@@ -91,9 +89,10 @@ def prepare(engine: Engine, method: Method, group: Sequence[Example]) -> None:
     else:
         others = [*group[1:], group[0]]
         before = [replace(e.prompt, question=o.prompt.question) for e, o in zip(group, others, strict=True)]
-    if method is PREFIX:
-        before = [_in_another_order(prompt, i) for i, prompt in enumerate(before)]
-    asks = [method.ask(prompt, engine.separator, max_tokens=1, logprobs_of=None) for prompt in before]
+    asks = [
+        method.ask(method.earlier(prompt, i), engine.separator, max_tokens=1, logprobs_of=None)
+        for i, prompt in enumerate(before)
+    ]
     engine.call(engine_calls.generate, asks)
 
 
@@ -116,43 +115,10 @@ def _answers(
         yield _outcome(example, answer, text)
 
 
-def _in_another_order(prompt: Prompt, seed: int) -> Prompt:
-    """Return the prompt with its documents reordered; of two or more documents, another document is first."""
-    return prompt.reordered(Writer((), seed).order(len(prompt.documents)), prompt.question)
-
-
 def _outcome(example: Example, answer: Answer, text: str) -> MethodAnswer:
     return MethodAnswer(
         text, answer.tokens, answer.logprobs, len(example.prompt), answer.cached, answer.forced
     )
-
-
-def first_token_times(
-    engine: Engine,
-    examples: Sequence[Example],
-    methods: Sequence[Method],
-    repeats: int,
-    *,
-    done: Callable[[int], None] = lambda n: None,
-) -> dict[Method, Spread]:
-    """Return the times to first token in seconds; repeats use different examples, and methods take turns
-    in being first.
-
-    An extra round before the repeats does not count.  ``done`` gets the number of requests measured since its
-    last call.
-    """
-    times: dict[Method, list[float]] = {method: [] for method in methods}
-    for repeat in range(-1, repeats):
-        example = examples[repeat % len(examples)]
-        turn = repeat % len(methods)
-        for method in [*methods[turn:], *methods[:turn]]:
-            prepare(engine, method, [example])
-            ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
-            taken = engine.ask(replace(ask, logprobs=None)).first_token_s
-            if repeat >= 0:
-                times[method].append(taken)
-                done(1)
-    return {method: Spread.of(taken) for method, taken in times.items()}
 
 
 def noise_engine(settings: EngineSettings, context: int, chunk: int, **more: Any) -> Engine:

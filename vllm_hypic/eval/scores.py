@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from ..harness.fidelity import distance
 from .runner import MethodAnswer
@@ -35,6 +36,22 @@ class Scores:
     """KL divergence of the first token, in nats: see :class:`~vllm_hypic.harness.fidelity.Distance`."""
     same_argmax: bool
     """Whether the most likely first token is full recompute's."""
+
+
+class Metric(Enum):
+    """A score of an answer, 0 to 1; members have the names of fields of :class:`Scores`."""
+
+    CONTAINS = "contains"
+    EXACT = "exact"
+    F1 = "f1"
+    ROUGE_L = "rouge-l"
+
+    @property
+    def label(self) -> str:
+        return {"CONTAINS": "right", "EXACT": "exact match", "F1": "F1", "ROUGE_L": "ROUGE-L"}[self.name]
+
+    def of(self, scores: Scores) -> float:
+        return float(getattr(scores, self.name.lower()))
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..harness.engines import Engine
-from ..harness.prompts import Prompt
 from ..primitives.builder import build_messages, build_prompt
 from ..primitives.tokens import PrimitiveTexts
 
 TEXTS = PrimitiveTexts()
+Document = tuple[int, ...]
+"""Token ids of a segment."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,34 @@ class Task:
     """First words of the answer, which are given so that small chat models keep to the question."""
     after: tuple[tuple[str, str], ...] = ()
     """Messages behind the question, as role and text: an agent's calls and their results."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A leading segment, documents and a question, as token ids."""
+
+    head: Document
+    documents: tuple[Document, ...]
+    question: Document
+
+    def plain(self) -> list[int]:
+        """Return the token ids for stock vLLM, with all parts end to end."""
+        return [*self.head, *(t for d in self.documents for t in d), *self.question]
+
+    def marked(self, separator: int) -> list[int]:
+        """Return the token ids with a separator after the leading segment and after every document."""
+        tokens = [*self.head, separator]
+        for document in self.documents:
+            tokens += [*document, separator]
+        return [*tokens, *self.question]
+
+    def reordered(self, order: Sequence[int], question: Document) -> Prompt:
+        """Return a prompt with the same documents in another order, and another question."""
+        return replace(self, documents=tuple(self.documents[i] for i in order), question=question)
+
+    def __len__(self) -> int:
+        """Return the number of tokens without separators."""
+        return len(self.head) + sum(map(len, self.documents)) + len(self.question)
 
 
 @dataclass(frozen=True)

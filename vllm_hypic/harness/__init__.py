@@ -1,1 +1,1 @@
-"""Engines and servers in processes, prompts, statistics and reports for evaluation and benchmarks."""
+"""Engines in processes, comparisons of answers, options and tables, for commands and benchmarks."""

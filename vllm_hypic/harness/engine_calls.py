@@ -267,12 +267,6 @@ def forget_streams(llm: Any) -> None:
         raise RuntimeError("vLLM's prefix cache did not become empty")
 
 
-def hypic_calls(llm: Any) -> dict[str, int]:
-    """Return how often each operator of the plugin has run."""
-    [calls] = llm.collective_rpc("hypic_calls")
-    return dict(calls)
-
-
 def scheduler_of(llm: Any) -> Any:
     """Return the engine core's scheduler; in a hypic engine ``.hypic`` is the ``SchedulerConnector``."""
     return llm.llm_engine.engine_core.engine_core.scheduler

@@ -140,11 +140,6 @@ class Engine:
         self._process.join()
 
 
-def described(*engines: Engine) -> dict[str, dict[str, Any]]:
-    """Return the settings of each engine by name, for reports."""
-    return {engine.name: engine.described for engine in engines}
-
-
 @contextmanager
 def running(*engines: Engine) -> Iterator[None]:
     """Start engines, and end all their processes after the ``with`` block. A failure keeps the logs."""

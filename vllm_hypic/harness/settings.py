@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,6 @@ def model_context(model: Path) -> int | None:
     return None
 
 
-def has_chat_template(model: Path) -> bool:
-    """Whether the tokenizer in the folder has a chat template."""
-    if (model / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(json.loads((model / "tokenizer_config.json").read_text()).get("chat_template"))
-    except (OSError, ValueError):
-        return False
-
-
 def model_folder(name: str) -> Path:
     """Return the folder of a model, which ``name`` gives as a path or as a name in the hub's cache.
 
@@ -136,6 +127,52 @@ class HypicOptions(click.ParamType):
         except (ValueError, ConfigError) as e:
             self.fail(f"{value!r}: {e}", param, ctx)
         return dict(options)
+
+
+class JsonObject(click.ParamType):
+    """A JSON object; names in ``ours`` are refused, because the command sets these names itself."""
+
+    name = "json"
+
+    def __init__(self, ours: Sequence[str] = ()) -> None:
+        self.ours = ours
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            found = json.loads(value)
+        except ValueError as e:
+            self.fail(f"{value!r} is not JSON: {e}", param, ctx)
+        if not isinstance(found, dict):
+            self.fail(f"{value!r}: expected a JSON object", param, ctx)
+        if ours := [name for name in found if name in self.ours]:
+            self.fail(f"the command sets {ours[0]!r} itself: leave it out", param, ctx)
+        return found
+
+
+class Numbers(click.ParamType):
+    """Distinct finite numbers separated by commas, such as ``4,8,12,16``; ``each`` converts a number."""
+
+    name = "numbers"
+
+    def __init__(self, each: click.IntRange | click.FloatRange) -> None:
+        self.each = each
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(self.each.convert(part, param, ctx) for part in value.split(","))
+        except click.BadParameter as e:
+            self.fail(f"{e.message.rstrip('.')}; expected numbers separated by commas", param, ctx)
+        if not all(map(math.isfinite, numbers)):
+            self.fail(f"{value!r}: expected finite numbers", param, ctx)
+        if len(set(numbers)) < len(numbers):
+            self.fail(f"{value!r}: expected different numbers", param, ctx)
+        return numbers
 
 
 def with_options(command: Callable[..., Any], *options: Any) -> Callable[..., Any]:

@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.progress import wrap_file
 
 from ..config.engine import SECTION, HypicConfig
-from ..eval.names import JsonObject
 from ..harness.report import console, percent, table
-from ..harness.settings import HypicOptions, model_folder
+from ..harness.settings import HypicOptions, JsonObject, model_folder
 from ..primitives.policies import parse_link
 
 if TYPE_CHECKING:

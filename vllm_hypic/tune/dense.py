@@ -23,10 +23,6 @@ class Columns:
     values: Tensor
     positions: Tensor
 
-    def at(self, index: Tensor) -> Columns:
-        """Return the columns at ``index``."""
-        return Columns(self.keys[:, :, :, index], self.values[:, :, :, index], self.positions[index])
-
 
 def joined(parts: Sequence[Columns]) -> Columns:
     """Join columns end to end; parts of batch 1 are repeated for the whole batch."""

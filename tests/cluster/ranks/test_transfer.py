@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.lib.client import completion, separator_of
 from benchmarks.lib.cluster import Cluster, Setup
+from benchmarks.lib.prompts import uneven, writer
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import uneven, writer
 
 LENGTHS = (96, 128, 64)
 REQUESTS, LANDED, PUSHED = (

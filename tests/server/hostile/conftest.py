@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.client import Reply, completion, separator_of
 from benchmarks.lib.cluster import Cluster, Setup
+from benchmarks.lib.prompts import uneven, writer
 from vllm_hypic.cache_api.client import SegmentCache, SegmentNotFound
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import uneven, writer
 
 from .grammar import HOSTILE_SALT, Attack
 from .route_grammar import CACHE, CacheCall

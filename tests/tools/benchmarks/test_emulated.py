@@ -8,7 +8,7 @@ from lib.oracle.models import random_segments, save_attention_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.emulated import Composed, columns_of
-from vllm_hypic.harness.prompts import Prompt
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.tune.dense import Dense
 
 TOKENS = 4

@@ -18,8 +18,8 @@ from benchmarks.gpu.device import MEANINGLESS
 from benchmarks.gpu.findings import Finding
 from benchmarks.gpu.model import KINDS, PromptTimes, _aims, _marginals
 from benchmarks.gpu.operators import INTERPRET, operators_for
+from benchmarks.lib.stats import Spread
 from vllm_hypic.backends.ops.program import Mode
-from vllm_hypic.harness.stats import Spread
 
 WRONG = [Finding("merge", "case", "bfloat16", 0.5, 0.1), Finding("other", "case", "bfloat16", 0.0, 0.1)]
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.floors import (
 from benchmarks.gpu.rows import OURS, KernelTimes
 from benchmarks.gpu.shapes import REAL, AttentionShape, DeltaShape
 from benchmarks.gpu.timing import Timer, replayed
-from vllm_hypic.harness.stats import Spread
+from benchmarks.lib.stats import Spread
 
 HEADS = AttentionShape(heads=4, kv_heads=2, size=8, rotary=8)
 DELTA = DeltaShape(key_heads=1, heads=2, K=4, V=8, taps=3)

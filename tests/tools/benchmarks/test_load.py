@@ -21,7 +21,7 @@ from benchmarks.lmcache_bench import Run, Workload, arms_of, require_same_prompt
 from benchmarks.rates import LoadSettings, Overdue, Percentiles, Sustained, make_point, ratios
 from benchmarks.search import RateSearch
 from benchmarks.trace import TraceSettings, generate
-from vllm_hypic.harness.gate import GateFailed
+from vllm_hypic.harness.fidelity import GateFailed
 
 SMALL = ("--documents", "8", "--median-tokens", "70", "--max-tokens", "200", "--per-request", "2", "3")
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.answers.methods import link_method
+from benchmarks.lib.stats import relative
 from benchmarks.probes import dtype
 from benchmarks.probes.attention import Profile, _deviation, _Tokens, token_deviation, zones
 from benchmarks.probes.drift import aggregate
 from benchmarks.probes.engine_calls import Observation
 from benchmarks.probes.engine_pair import MethodRun, Probe, PromptRuns, make_prompts, require_long
 from vllm_hypic.backends.ops.gated_delta.reference import DeltaTokens
-from vllm_hypic.eval.estimates import relative
-from vllm_hypic.eval.methods import link_method
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness.fidelity import distance
 from vllm_hypic.harness.generators import EXAMPLE, find_generator
-from vllm_hypic.harness.prompts import Prompt
 from vllm_hypic.harness.settings import EngineSettings
 
 

@@ -15,12 +15,12 @@ from engine.engines import FIRST_WORD, LAST_WORD, SEP, Engine, run_apart
 from lib.oracle import Oracle
 from lib.oracle.models import save_hybrid_model
 
+from benchmarks.answers.methods import link_method, noise_name
+from benchmarks.lib.stats import relative
 from benchmarks.probes import attention, drift, dtype, length
 from benchmarks.probes.engine_calls import layers
 from benchmarks.probes.engine_pair import EnginePair, Probe
 from benchmarks.probes.truth import refusal, true_state
-from vllm_hypic.eval.estimates import relative
-from vllm_hypic.eval.methods import link_method, noise_name
 from vllm_hypic.harness.settings import EngineSettings
 
 pytestmark = pytest.mark.engine

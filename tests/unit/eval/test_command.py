@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from benchmarks.answers.command import main
-from vllm_hypic.eval.tasks.families import FAMILIES
+from benchmarks.answers.tasks.families import FAMILIES
 from vllm_hypic.harness.generators import EXAMPLE
 
 

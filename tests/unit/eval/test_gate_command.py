@@ -18,21 +18,20 @@ from click.testing import CliRunner, Result
 
 from vllm_hypic.cli import main
 from vllm_hypic.config.engine import GateConfig, HypicConfig
+from vllm_hypic.eval.fitting import PoolError
 from vllm_hypic.eval.gate import command
-from vllm_hypic.eval.gate.choice import LADDER
 from vllm_hypic.eval.gate.command import Exit, gate
-from vllm_hypic.eval.gate.criteria import Limits, Numbers
+from vllm_hypic.eval.gate.criteria import Limits, Numbers, Verdict
 from vllm_hypic.eval.gate.fixed_set import DATA_WORDS, DEMO_DOCUMENTS, DEMO_TOKENS, TEXTS_SHARE, TaskSet
 from vllm_hypic.eval.gate.identity import Subject
 from vllm_hypic.eval.gate.measure import NOISE_CHUNK, GateEngines, GateMeasurement, MeasureError
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, read
-from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.gate.startup import LADDER
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.results import Metric
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate
-from vllm_hypic.eval.tasks import continuations
 from vllm_hypic.eval.tasks.families import CONTINUATIONS, QUESTIONS
+from vllm_hypic.eval.tasks.natural import TEXT_TOKENS
 from vllm_hypic.harness.engines import EngineError
 from vllm_hypic.harness.generators import EXAMPLE, Generator
 from vllm_hypic.primitives.options import LinkDefaults
@@ -325,7 +324,7 @@ def test_the_key_the_fixed_set_and_links() -> None:
     assert sorted(told) == sorted(f.name for f in dataclasses.fields(Subject))
     assert f"{OPTIONS['--prompts'].default} questions" in PROSE and len(QUESTIONS) == 5
     assert f"{DEMO_DOCUMENTS} documents of {DEMO_TOKENS} tokens" in PROSE
-    assert f"{continuations.TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
+    assert f"{TEXT_TOKENS} tokens that follow" in PROSE and TEXTS_SHARE == 3
     assert all(f"(`{family}`)" in PROSE for family in CONTINUATIONS)
     assert f"at most {DATA_WORDS} words" in PROSE and f"({NOISE_CHUNK} tokens a step)" in PROSE
 

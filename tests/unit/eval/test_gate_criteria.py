@@ -16,13 +16,14 @@ from vllm_hypic.eval.gate.criteria import (
     TEXTS,
     Answers,
     Distances,
+    Judgement,
     Limits,
     Numbers,
     Reuse,
     Texts,
+    Verdict,
     judge,
 )
-from vllm_hypic.eval.gate.verdict import Judgement, Verdict
 from vllm_hypic.eval.runner import MethodAnswer
 
 from .gate_numbers import FINE, NOISE, answers, numbers

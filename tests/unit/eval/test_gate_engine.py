@@ -8,8 +8,7 @@ import pytest
 from engine.engines import Engine, EngineError
 
 from vllm_hypic.config.engine import config_of
-from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS
-from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FIRST_TOKENS, Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.harness.generators import EXAMPLE
 

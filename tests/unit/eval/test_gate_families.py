@@ -28,8 +28,7 @@ from benchmarks.lib.random_kimi import save_kimi_model
 from benchmarks.lib.random_ring import save_ring_model
 from vllm_hypic.eval import runner
 from vllm_hypic.eval.gate.command import Exit
-from vllm_hypic.eval.gate.criteria import DISTRIBUTIONS, FAULTS
-from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.gate.criteria import DISTRIBUTIONS, FAULTS, Verdict
 from vllm_hypic.eval.methods import Method
 from vllm_hypic.eval.task import Example
 from vllm_hypic.harness.engines import Engine

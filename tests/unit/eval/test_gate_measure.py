@@ -12,12 +12,11 @@ import pytest
 from vllm_hypic.eval import runner
 from vllm_hypic.eval.fitting import TasksError
 from vllm_hypic.eval.gate import measure as module
-from vllm_hypic.eval.gate.criteria import FAULTS, Limits, judge
+from vllm_hypic.eval.gate.criteria import FAULTS, Limits, Verdict, judge
 from vllm_hypic.eval.gate.fixed_set import TaskSet
 from vllm_hypic.eval.gate.measure import GateEngines, GateMeasurement, MeasureError, measure
-from vllm_hypic.eval.gate.verdict import Verdict
 from vllm_hypic.eval.methods import Method
-from vllm_hypic.eval.results import Metric
+from vllm_hypic.eval.scores import Metric
 from vllm_hypic.eval.task import ChatTemplate, Task
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.settings import EngineSettings

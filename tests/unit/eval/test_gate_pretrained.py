@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FAULTS, TEXTS
-from vllm_hypic.eval.gate.verdict import Verdict
+from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FAULTS, TEXTS, Verdict
 from vllm_hypic.eval.methods import Method
 
 from .gating import Judged, gate, measuring_once

@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.answers.methods import DEFAULT, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
 from benchmarks.answers.pareto import Panel, panels, plot
+from benchmarks.answers.results import Cell, FamilyResult, TextResult, cell, overall, text_cell
 from benchmarks.answers.tables import family_table, notes, overall_table, text_table
-from vllm_hypic.eval.methods import DEFAULT, FULL, PREFIX, PREFIX_SAME, is_noise, link_method, noise_name
-from vllm_hypic.eval.pool_batches import PoolError, pool_batches
-from vllm_hypic.eval.results import Cell, FamilyResult, Metric, TextResult, cell, overall, text_cell
+from benchmarks.lib.stats import Spread
+from vllm_hypic.eval.fitting import PoolError, pool_batches
+from vllm_hypic.eval.methods import FULL
 from vllm_hypic.eval.runner import MethodAnswer
-from vllm_hypic.eval.scores import Likelihood, Scores
-from vllm_hypic.eval.task import Example, Task
-from vllm_hypic.harness.prompts import Prompt
-from vllm_hypic.harness.stats import Spread
+from vllm_hypic.eval.scores import Likelihood, Metric, Scores
+from vllm_hypic.eval.task import Example, Prompt, Task
 from vllm_hypic.primitives.plan import PoolLimits
 from vllm_hypic.primitives.policies import LinkError
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks.answers.answers_file import writing_answers
-from vllm_hypic.eval.fitting import TasksError
-from vllm_hypic.eval.methods import FULL, PREFIX, PREFIX_SAME, Method, link_method
-from vllm_hypic.eval.pool_batches import PoolError
-from vllm_hypic.eval.runner import evaluate, first_token_times
-from vllm_hypic.eval.study import Study, refused
+from benchmarks.answers.methods import PREFIX, PREFIX_SAME, link_method
+from benchmarks.answers.study import Study, first_token_times
+from vllm_hypic.eval.fitting import PoolError, TasksError, refused
+from vllm_hypic.eval.methods import FULL, Method
+from vllm_hypic.eval.runner import evaluate
 from vllm_hypic.eval.task import ChatTemplate, Example, Task, encode
 from vllm_hypic.harness.engines import Engine
 from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.lib.stats import Z, share
 from vllm_hypic.eval import estimates
-from vllm_hypic.eval.estimates import Estimate, Z
+from vllm_hypic.eval.estimates import Estimate
 from vllm_hypic.eval.runner import MethodAnswer
 from vllm_hypic.eval.scores import f1, first_divergence, first_line, likelihood, rouge_l, score, words
 from vllm_hypic.eval.task import Task
@@ -121,7 +122,7 @@ def test_distance_to_the_reference() -> None:
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
 def test_the_interval_of_a_share_ends_where_the_score_test_rejects(n_and_hits: tuple[int, int]) -> None:
     n, hits = n_and_hits
-    found = estimates.share([True] * hits + [False] * (n - hits))
+    found = share([True] * hits + [False] * (n - hits))
     assert found.value == hits / n
     assert 0 <= found.low <= found.value <= found.high <= 1
     for end in (found.low, found.high):
@@ -131,8 +132,8 @@ def test_the_interval_of_a_share_ends_where_the_score_test_rejects(n_and_hits: t
 
 
 def test_a_share_of_few_is_uncertain() -> None:
-    assert estimates.share([True] * 12).low == pytest.approx(12 / (12 + Z**2))
-    assert estimates.share([False] * 12).high == pytest.approx(Z**2 / (12 + Z**2))
+    assert share([True] * 12).low == pytest.approx(12 / (12 + Z**2))
+    assert share([False] * 12).high == pytest.approx(Z**2 / (12 + Z**2))
 
 
 def test_the_bootstrap_is_that_of_all_resamples() -> None:
@@ -185,7 +186,7 @@ def test_groups_count_alike_and_are_resampled_by_themselves() -> None:
 
 
 def test_nothing_has_no_mean() -> None:
-    for function in (estimates.share, estimates.mean, estimates.mean_of_means):
+    for function in (share, estimates.mean, estimates.mean_of_means):
         with pytest.raises(ValueError, match="at least one"):
             function([])
     with pytest.raises(ValueError, match="at least one"):

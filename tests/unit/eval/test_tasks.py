@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.answers.tasks import english, keyvalue, variables
+from benchmarks.answers.tasks.families import FAMILIES, suits
 from vllm_hypic.eval.task import TEXTS, Task
-from vllm_hypic.eval.tasks import demo, english, keyvalue, longbench, variables
-from vllm_hypic.eval.tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, Source
+from vllm_hypic.eval.tasks import longbench
+from vllm_hypic.eval.tasks.families import CONTINUATIONS, MOST_DOCUMENTS, QUESTIONS, Source, demo_tasks
 from vllm_hypic.eval.tasks.installed import LEAST_WORDS, installed_texts
 from vllm_hypic.eval.tasks.longbench import DataError
 from vllm_hypic.harness.generators import EXAMPLE, Generator, Parts, find_generator
@@ -32,7 +34,7 @@ def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
     families = (*ENGLISH, *QUESTIONS, *CONTINUATIONS) if name == "English" else [name]
     for family in families:
         of = None if name == "English" else generator
-        if not FAMILIES[family].suits(of):
+        if not suits(family, of):
             with pytest.raises(ValueError, match=repr(family)):
                 made(family, of)
             continue
@@ -51,14 +53,14 @@ def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
 
 
 def test_demo_tasks_have_their_answers_in_the_documents(generator: Generator) -> None:
-    for task in demo.make(0, 20, documents=4, tokens=64, generator=generator):
+    for task in demo_tasks(0, 20, documents=4, tokens=64, generator=generator):
         _, entity, relation, _ = task.question.split()
         told = " ".join(task.segments)
         assert task.answers[0] in told
         assert f"{entity} {relation} {task.answers[0]} ." in told
         assert all(len(s.split()) == 64 for s in task.segments)
         assert task.answer_tokens > len(task.answers[0].split())  # and the end of the sequence
-    for task in demo.make(0, 20, documents=4, tokens=64, generator=generator, kind="two"):
+    for task in demo_tasks(0, 20, documents=4, tokens=64, generator=generator, kind="two"):
         _, entity, first, second, _ = task.question.split()
         middle, value = task.answers[0].split()
         told = " ".join(task.segments)
@@ -78,11 +80,11 @@ def test_demo_tasks_are_held_out_and_chats_write_the_first_words(generator: Gene
             seeds.append(seed)
             return generator.prompt(seed, *args, **more)
 
-    demo.make(5, 2, documents=3, tokens=64, generator=Recording())
+    demo_tasks(5, 2, documents=3, tokens=64, generator=Recording())
     assert seeds == [20_000_005, 20_000_006]
     # A chat template writes the first words itself.
-    [plain] = demo.make(7, 1, documents=4, tokens=64, generator=generator)
-    [chat] = demo.make(7, 1, documents=4, tokens=64, generator=generator, chat=True)
+    [plain] = demo_tasks(7, 1, documents=4, tokens=64, generator=generator)
+    [chat] = demo_tasks(7, 1, documents=4, tokens=64, generator=generator, chat=True)
     assert plain.system == f"<bos> <sys> {chat.system}"
 
 
@@ -94,14 +96,14 @@ def test_shapes_that_a_generator_cannot_fill(
 ) -> None:
     """It would look for free names for ever."""
     with pytest.raises(ValueError, match=f"{facts} facts in a document: expected 1 to {most}"):
-        demo.make(0, 1, documents=documents, tokens=tokens, generator=generator, facts=facts)
-    demo.make(0, 1, documents=documents, tokens=tokens, generator=generator, facts=most)
+        demo_tasks(0, 1, documents=documents, tokens=tokens, generator=generator, facts=facts)
+    demo_tasks(0, 1, documents=documents, tokens=tokens, generator=generator, facts=most)
 
 
 @pytest.mark.parametrize("name", ["one", "two", "keyvalue", "variables"])
 def test_the_largest_shapes_are_made(generator: Generator, name: str) -> None:
-    [task] = FAMILIES[name].make(Source(generator), 0, 1, demo.MOST_DOCUMENTS, 4000)
-    assert len(task.segments) == demo.MOST_DOCUMENTS
+    [task] = FAMILIES[name].make(Source(generator), 0, 1, MOST_DOCUMENTS, 4000)
+    assert len(task.segments) == MOST_DOCUMENTS
 
 
 def test_generators_that_are_run_and_others(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def answered(task: Task) -> str:
 
 @pytest.mark.parametrize("kind", ["one", "head", "two", "latest", "both"])
 def test_answers_are_in_the_documents(generator: Generator, kind: str) -> None:
-    if not FAMILIES[kind].suits(generator):
+    if not suits(kind, generator):
         assert kind == "both" and kind not in generator.LEARNED
         return
     for task in FAMILIES[kind].make(Source(generator), 0, 40, 6, 100):

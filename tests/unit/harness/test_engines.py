@@ -16,15 +16,16 @@ from lib.oracle import save_mla_model, save_olmo_model
 from lib.oracle.fla_models import save_fla_model
 
 from benchmarks.__main__ import main
+from benchmarks.engine_calls import hypic_calls
 from benchmarks.lib import random_models
+from benchmarks.lib.prompts import Writer
 from benchmarks.lib.random_kimi import save_kimi_model
 from benchmarks.lib.random_ring import save_ring_model
 from benchmarks.lib.sizes import SIZES, random_model
-from vllm_hypic.harness import engine_calls
+from vllm_hypic.eval.task import Prompt
 from vllm_hypic.harness.engine_calls import FORCING, Ask
 from vllm_hypic.harness.engines import Engine, EngineError, running
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import Prompt, Writer
 from vllm_hypic.harness.settings import EngineSettings
 
 pytestmark = pytest.mark.engine
@@ -138,7 +139,7 @@ def use_until_it_dies(engine: Engine) -> None:
         with pytest.raises(EngineError, match="the hypic engine failed in generate"):
             engine.ask(Ask([5] * 40_000))  # longer than the context
         assert engine.ask(Ask([5] * 20)).prompt_tokens == 20  # it lives on
-        assert engine.call(engine_calls.hypic_calls) == {}
+        assert engine.call(hypic_calls) == {}
         engine.call(die)
 
 

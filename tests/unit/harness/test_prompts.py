@@ -2,7 +2,8 @@
 
 import pytest
 
-from vllm_hypic.harness.prompts import Prompt, Writer
+from benchmarks.lib.prompts import Writer
+from vllm_hypic.eval.task import Prompt
 
 VOCABULARY = list(range(100, 200))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 import pytest
 
-from vllm_hypic.harness import report
+from benchmarks.lib import report
+from vllm_hypic.harness.report import cpu_info
 
 CPUINFO = """\
 processor\t: 0
@@ -36,11 +37,11 @@ def test_a_report_says_where_it_comes_from() -> None:
 
 
 def test_cpu_model_and_instruction_sets() -> None:
-    assert report.cpu_info(CPUINFO) == {
+    assert cpu_info(CPUINFO) == {
         "model": "Some CPU @ 2.0GHz",
         "isa": ["avx2", "avx512f", "avx512_bf16", "amx_bf16"],
     }
-    assert report.cpu_info("")["model"], "a CPU that says nothing still has a name"
+    assert cpu_info("")["model"], "a CPU that says nothing still has a name"
 
 
 def test_plain_values() -> None:

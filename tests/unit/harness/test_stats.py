@@ -6,10 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_hypic.harness import gate
+from benchmarks.lib import gate
+from benchmarks.lib.stats import Fidelity, Spread, misses_allowed, slope, slopes
+from vllm_hypic.eval.estimates import percentile
 from vllm_hypic.harness.engine_calls import Answer
-from vllm_hypic.harness.fidelity import TOP, Fidelity, distance, top
-from vllm_hypic.harness.stats import Spread, misses_allowed, percentile, slope, slopes
+from vllm_hypic.harness.fidelity import TOP, distance, top
 from vllm_hypic.primitives.policies import parse_link
 
 

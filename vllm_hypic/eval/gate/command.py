@@ -18,31 +18,28 @@ from ...config.engine import AUTO, HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator, trust_option
-from ...harness.numbers import Numbers
 from ...harness.report import console, machine, plain, progress, versions
 from ...harness.settings import (
     EngineSettings,
     HypicOptions,
+    JsonObject,
+    Numbers,
     model_folder,
     model_name,
     with_options,
 )
 from ...primitives.policies import MAX_SEAM_TOKENS, parse_link
-from ..fitting import TasksError, needed_context
+from ..fitting import PoolError, TasksError, needed_context
 from ..methods import Method
-from ..names import JsonObject
-from ..pool_batches import PoolError
 from ..task import ChatTemplate
 from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError
-from .choice import candidates
-from .criteria import Limits, judge
+from .criteria import Limits, Verdict, judge, numbers_table, reasons_text
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
 from .measure import GateEngines, GateMeasurement, MeasureError, measure
-from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
-from .verdict import Verdict
+from .startup import candidates
 
 CONTEXT = 8192
 """Context of the engines for the fixed set, in tokens, which is more than any of its prompts has."""

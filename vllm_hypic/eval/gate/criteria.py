@@ -1,19 +1,25 @@
-"""Criteria that turn measurements into a verdict.  docs/how-to/choose-for-my-model.md gives reasons."""
+"""Criteria that turn measurements into a verdict, and tables of both.
+
+docs/how-to/choose-for-my-model.md gives the reasons of the limits.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from ...harness.fidelity import distance
-from ...harness.report import percent
-from ...harness.stats import percentile
-from ..estimates import Estimate, difference
-from ..results import nll_increase
+from ...harness.report import percent, table
+from ..estimates import Estimate, difference, nll_increase, percentile
 from ..runner import MethodAnswer
-from .verdict import Judgement, Reason
 
 SURE = 0.5
 """Probability above which full recompute is sure of a first token."""
@@ -23,6 +29,62 @@ DISTRIBUTIONS, FIRST_TOKENS = "distributions", "first tokens"
 """Names of the criteria."""
 ALONE = (FAULTS, TEXTS)
 """Criteria that need no answers, and so can say no-go even if full recompute answers too little."""
+
+
+class Verdict(StrEnum):
+    GO = "go"
+    NO_GO = "no-go"
+    CANNOT_JUDGE = "cannot judge"
+    """Full recompute itself answers too little, so that no loss by reuse could show."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A criterion and its finding."""
+
+    criterion: str
+    holds: bool | None
+    """Whether the criterion holds; ``None``: the criterion says nothing here."""
+    measured: float | None
+    limit: float | None
+    says: str
+    """Sentence with value and limit."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    verdict: Verdict
+    reasons: tuple[Reason, ...]
+
+    @property
+    def against(self) -> list[Reason]:
+        """Return the reasons that speak against a go: failed criteria, or silent criteria if the gate cannot
+        judge."""
+        kept_from_go = None if self.verdict is Verdict.CANNOT_JUDGE else False
+        return [r for r in self.reasons if r.holds is kept_from_go]
+
+    @staticmethod
+    def of(reasons: Sequence[Reason], *, answers: str, alone: Collection[str]) -> Judgement:
+        """Return a no-go if a criterion does not hold, else a go.
+
+        If all criteria called ``answers`` say nothing, only criteria named in ``alone`` make a no-go, and the
+        verdict is never a go.
+        """
+        judged = any(r.holds is not None and r.criterion == answers for r in reasons)
+        if any(r.holds is False and (judged or r.criterion in alone) for r in reasons):
+            verdict = Verdict.NO_GO
+        elif judged:
+            verdict = Verdict.GO
+        else:
+            verdict = Verdict.CANNOT_JUDGE
+        return Judgement(verdict, tuple(reasons))
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> Judgement:
+        """Undo ``dataclasses.asdict``.  Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
+        names = [f.name for f in dataclasses.fields(Reason)]
+        reasons = tuple(Reason(**{name: reason[name] for name in names}) for reason in values["reasons"])
+        return Judgement(Verdict(values["verdict"]), reasons)
 
 
 @dataclass(frozen=True)
@@ -221,3 +283,47 @@ def _first_tokens(reuse: Distances, noise: Distances, limits: Limits) -> Reason:
         f"of (noise: {noise.changed:.1f} %); the limit is {limits.changed:g} points more than noise"
     )
     return Reason(FIRST_TOKENS, more <= limits.changed, more, limits.changed, says)
+
+
+STYLES = {Verdict.GO: "bold green", Verdict.NO_GO: "bold red", Verdict.CANNOT_JUDGE: "bold yellow"}
+MARKS = {True: "holds", False: "fails", None: "silent"}
+
+
+def numbers_table(method: str, numbers: Numbers) -> Table:
+    """Return a table with columns for full recompute, for reuse, and for full recompute in other chunks."""
+    return table("", ("", "full recompute", method, "noise floor"), _rows(numbers))
+
+
+def _rows(numbers: Numbers) -> Iterator[tuple[str, str, str, str]]:
+    for one in numbers.answers:
+        loss = f"{one.reuse:.1f}"
+        yield f"{one.name}: {one.metric}, points", f"{one.full:.1f}", loss, ""
+        low_high = f"{one.loss.value:.1f} [{one.loss.low:.1f} to {one.loss.high:.1f}]"
+        yield f"  lost, of {one.loss.n} prompts", "", low_high, ""
+    for text in numbers.texts:
+        yield f"{text.name}: NLL, nats a token", f"{text.full:.3f}", f"{text.reuse:.3f}", ""
+        more = text.increase
+        interval = f"{more.value:+.1f} % [{more.low:+.1f} to {more.high:+.1f}]"
+        yield f"  more, of {more.n} texts", "", interval, ""
+    if numbers.distances is not None and numbers.noise is not None:
+        pair = (numbers.distances, numbers.noise)
+
+        def row(name: str, text: str, field: str) -> tuple[str, str, str, str]:
+            reuse, noise = (text.format(getattr(one, field)) for one in pair)
+            return name, "", reuse, noise
+
+        yield row("KL of the first token, nats: median", "{:.2g}", "kl_median")
+        yield row("  90th percentile", "{:.2g}", "kl_p90")
+        yield row("  mean", "{:.2g}", "kl_mean")
+        yield row("same first token", "{:.1f} %", "agreement")
+        yield row("sure first tokens that change", "{:.1f} %", "changed")
+    if numbers.reuse is not None:
+        yield "tokens reused of reusable", "", f"{numbers.reuse.reused} of {numbers.reuse.reusable}", ""
+
+
+def reasons_text(judgement: Judgement) -> Text:
+    """Return the verdict with a line for each reason."""
+    text = Text(judgement.verdict.upper(), style=STYLES[judgement.verdict])
+    for reason in judgement.reasons:
+        text.append(f"\n  {MARKS[reason.holds]:6}  {reason.criterion}: {reason.says}", style="default")
+    return text

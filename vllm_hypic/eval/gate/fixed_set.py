@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...harness.generators import Generator
-from ..results import Metric
+from ..scores import Metric
 from ..task import Task
 from ..tasks import longbench
 from ..tasks.families import CONTINUATIONS, FAMILIES, QUESTIONS, SEED_STEP, Source

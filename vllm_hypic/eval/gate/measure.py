@@ -10,16 +10,14 @@ from typing import Any
 from ...config.engine import HypicConfig, config_of
 from ...harness.engine_calls import FORCING, found_segments
 from ...harness.engines import Engine, running
-from ...harness.gate import GateFailed, require_cold_equals_warm
-from ...harness.prompts import Prompt
+from ...harness.fidelity import GateFailed, require_cold_equals_warm
 from ...harness.report import Steps
 from ...harness.settings import EngineSettings
-from ..fitting import fitting
+from ..fitting import fitting, refused
 from ..methods import FULL, Method
 from ..runner import MethodAnswer, evaluate, noise_engine
 from ..scores import likelihood, score
-from ..study import refused
-from ..task import ChatTemplate, Example
+from ..task import ChatTemplate, Example, Prompt
 from .criteria import Answers, Distances, Numbers, Reuse, Texts
 from .fixed_set import TaskSet
 from .identity import Subject, subject_of

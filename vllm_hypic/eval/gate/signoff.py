@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ...files import whole_file
+from .criteria import Judgement
 from .identity import Subject
-from .verdict import Judgement
 
 KIND = "vllm-hypic gate"
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""Reports a model's sign-off when a server starts, or refuses the start.
+"""Reports a model's sign-off when a server starts, refuses the start, or chooses what is signed off.
 
 The process that makes the engine's configuration looks the sign-off up once, before weights are read.
 """
@@ -9,23 +9,34 @@ import dataclasses
 import json
 import logging
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...config.engine import HypicConfig
+from ...config.engine import DENSE_CONTEXT, DENSE_ISLANDS, HypicConfig
 from ...errors import ConfigError
 from ...primitives.policies import parse_link
-from .choice import candidates
-from .criteria import Limits
+from .criteria import Limits, Verdict
 from .identity import Subject, subject_of, telling
 from .signoff import SignOff, SignOffError, default_folder, path_in, read
-from .verdict import Verdict
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.hypic.gate")
+
+LADDER = (
+    ("none", "none"),
+    ("text", "none"),
+    ("text", "query-5"),
+    ("text", "query-10"),
+    (DENSE_CONTEXT, DENSE_ISLANDS),
+    ("text", "query-20"),
+    ("text", "query-30"),
+)
+"""Contexts and islands, the default of dense models included.  The order is by the tokens that a warm prompt
+of thousands of tokens computes, fewest first.  A context costs a warm prompt nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,12 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     if config.gate.require == "go":
         raise ConfigError(f"hypic config: gate.require='go': {found.says}; {way_out}")
     logger.warning("hypic gate: %s; %s", found.says, way_out)
+
+
+def candidates(config: HypicConfig) -> Iterator[HypicConfig]:
+    """Yield ``config`` with each pair of context and islands in the ladder."""
+    for context, islands in LADDER:
+        yield replace(config, context=context, islands=islands)
 
 
 def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:

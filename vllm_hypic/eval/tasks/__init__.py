@@ -1,4 +1,4 @@
-"""Families of tasks, with a module for each family.
+"""Families of tasks.
 
 Tasks have numbers, and the same number is the same task in every run.
 """

@@ -1,19 +1,27 @@
-"""Generated families of tasks, with their names, default shapes and functions that make them."""
+"""Families of tasks by name, with their default shapes and functions that make them.
+
+A demo model's own generator makes its families; installed texts make all other families.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
-from ...harness.generators import Generator
+from ...harness.generators import FIRST_SEED, Generator
+from ...harness.generators import words_of as generator_words
 from ..task import Task
-from . import calls, continuations, demo, entries, facts, hops, keyvalue, needle, prices, updates, variables
+from . import natural
 
 SEED_STEP = 1_000_000
 """Distance between the first task numbers of two seeds, so that different seeds have different tasks."""
-ENGLISH_LONGER = 4
-"""Factor by which English documents are longer than the demo models' short documents."""
+MOST_DOCUMENTS = 100
+"""Limit on the documents of a demo model's task."""
+MOST_FACTS = 1500
+"""Limit on the facts in all documents, which leaves enough unused names for generators to draw."""
+FACT_TOKENS, HEADER_TOKENS = 5, 7
+"""Most tokens of a fact, and of a document's text beside its facts."""
 
 
 @dataclass(frozen=True)
@@ -44,35 +52,65 @@ class Family:
     tokens: int = 128
     natural: bool = False
     """Whether the tasks are made of installed texts, which no demo model can read."""
-    only_named: bool = False
-    """Whether a run must name the family to include it, as only chats have tool calls."""
-
-    def suits(self, generator: Generator | None) -> bool:
-        if self.natural:
-            return generator is None
-        return self.kind is None or (generator is not None and self.kind in generator.KINDS)
-
-    def usual(self, generator: Generator | None) -> bool:
-        """Whether the family is asked by default: demo models get the families that they have learned, all
-        other models the natural families."""
-        if generator is None:
-            return self.natural and not self.only_named
-        return self.kind is None or self.kind in generator.LEARNED
-
-    def shape(self, source: Source, documents: int | None, tokens: int | None) -> tuple[int, int]:
-        """Return the documents, and the tokens of a document, with the family's defaults for ``None``."""
-        longer = ENGLISH_LONGER if source.generator is None and not self.natural else 1
-        return documents or self.documents, tokens or self.tokens * longer
 
 
-def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8, tokens: int = 128) -> Family:
+def demo_tasks(
+    first: int,
+    count: int,
+    *,
+    documents: int,
+    tokens: int,
+    generator: Generator,
+    kind: str = "one",
+    facts: int | None = None,
+    family: str | None = None,
+    chat: bool = False,
+) -> list[Task]:
+    """Return a demo model's tasks with ``documents`` documents of ``tokens`` tokens.
+
+    ``family`` is ``kind`` by default.  ``facts``: facts in a document; ``None``: as many as the model can
+    hold.  ``chat``: leave the chat template's own ``<bos> <sys>`` out of the leading segment.  Raises
+    ``ValueError`` for a kind that the generator does not have, and for shapes that the generator cannot fill.
+    """
+    if kind not in generator.KINDS:
+        raise ValueError(f"the demo model's generator has no questions of the kind {kind!r}")
+    facts = generator.FACTS if facts is None else facts
+    _check_shape(documents, tokens, facts)
+    text = partial(generator_words, generator)
+    tasks = []
+    for number in range(first, first + count):
+        parts = generator.prompt(FIRST_SEED + number, documents, tokens, kind, facts=facts)
+        tasks.append(
+            Task(
+                family=family or kind,
+                system=text(parts["system"][2 if chat else 0 :]),
+                segments=tuple(map(text, parts["docs"])),
+                question=text(parts["question"]),
+                answers=(text(parts["answer"][:-1]),),
+                answer_tokens=len(parts["answer"]) + 1,
+            )
+        )
+    return tasks
+
+
+def _check_shape(documents: int, tokens: int, facts: int | None) -> None:
+    if not 2 <= documents <= MOST_DOCUMENTS:
+        raise ValueError(f"{documents} documents: expected 2 to {MOST_DOCUMENTS}")
+    most = min((tokens - HEADER_TOKENS) // FACT_TOKENS, MOST_FACTS // documents)
+    if facts is not None and not 1 <= facts <= most:
+        raise ValueError(f"{facts} facts in a document: expected 1 to {most}")
+
+
+def demo_family(
+    about: str, name: str, kind: str | None = None, *, documents: int = 8, tokens: int = 128
+) -> Family:
     """Return a family of only the demo model's generator; ``kind`` is ``name`` by default."""
     kind = kind or name
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is None:
             raise ValueError(f"tasks of the family {name!r} need a demo model with its generator gen.py")
-        return demo.make(
+        return demo_tasks(
             first,
             count,
             documents=documents,
@@ -87,96 +125,42 @@ def _demo(about: str, name: str, kind: str | None = None, *, documents: int = 8,
     return Family(about, make, kind, documents, tokens)
 
 
-class English(Protocol):
-    """A module that makes English tasks, and names the similar kind of a demo model's tasks."""
-
-    FAMILY: str
-    KIND: str
-
-    def facts(self, documents: int, tokens: int) -> int: ...
-
-    def task(self, number: int, documents: int, tokens: int) -> Task: ...
-
-
-def _any(about: str, english: English) -> Family:
-    """Return a family in English, or in a demo model's words if the model is a demo model."""
-
-    def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
-        if source.generator is None:
-            return [english.task(number, documents, tokens) for number in range(first, first + count)]
-        return demo.make(
-            first,
-            count,
-            documents=documents,
-            tokens=tokens,
-            generator=source.generator,
-            kind=english.KIND,
-            facts=english.facts(documents, tokens),
-            family=english.FAMILY,
-            chat=source.chat,
-        )
-
-    return Family(about, make)
-
-
-def _natural(
-    about: str,
-    name: str,
-    task: Callable[[int, int, int], Task],
-    *,
-    documents: int,
-    tokens: int,
-    only_named: bool = False,
+def natural_family(
+    about: str, name: str, task: Callable[[int, int, int], Task], documents: int, tokens: int
 ) -> Family:
-    """Return a family that is made of installed texts."""
+    """Return a family that is made of installed texts; ``task``: (number, documents, tokens) -> task."""
 
     def make(source: Source, first: int, count: int, documents: int, tokens: int) -> list[Task]:
         if source.generator is not None:
             raise ValueError(f"tasks of the family {name!r} are English, which no demo model reads")
         return [task(number, documents, tokens) for number in range(first, first + count)]
 
-    return Family(about, make, documents=documents, tokens=tokens, natural=True, only_named=only_named)
+    return Family(about, make, documents=documents, tokens=tokens, natural=True)
 
 
-FAMILIES = {
-    "one": _demo("one fact of a document", "one"),
-    "two": _demo("two hops over two documents", "two"),
-    "head": _demo("a fact whose subject stands in the document's header", "head"),
-    "latest": _demo("the last of several values", "latest"),
-    "both": _demo("the last of several values, and a fact about it", "both"),
-    "many": _demo("one fact of many documents", "many", "one", documents=16),
-    "long": _demo("one fact of a long document", "long", "one", tokens=512),
-    "needle": _any("one statement among fillers", needle),
-    "keyvalue": _any("one of many keys", keyvalue),
-    "variables": _any("chains of assignments", variables),
+DEMO = {
+    name: demo_family(about, name)
+    for name, about in {
+        "one": "one fact of a document",
+        "two": "two hops over two documents",
+        "head": "a fact whose subject stands in the document's header",
+        "latest": "the last of several values",
+        "both": "the last of several values, and a fact about it",
+    }.items()
 }
-FAMILIES |= {
-    name: _natural(about, name, task, documents=documents, tokens=tokens)
+NATURAL = {
+    name: natural_family(about, name, task, documents, tokens)
     for name, task, documents, tokens, about in (
-        (facts.FAMILY, facts.task, 4, 72, "one of similar facts in prose"),
-        (prices.FAMILY, prices.task, 4, 72, "one of many prices in prose"),
-        (hops.FAMILY, hops.task, 4, 40, "two hops over documents"),
-        (updates.FAMILY, updates.task, 6, 40, "the last of several changes"),
-        (entries.FAMILY, entries.task, 3, 80, "a fact of one of several similar entries"),
-        (
-            continuations.IN_ORDER,
-            continuations.in_order,
-            6,
-            192,
-            "likelihood of the text behind pieces in order",
-        ),
-        (
-            continuations.MIXED,
-            continuations.mixed,
-            6,
-            192,
-            "likelihood of the text behind one of several pieces",
-        ),
+        ("facts", natural.facts, 4, 72, "one of similar facts in prose"),
+        ("prices", natural.prices, 4, 72, "one of many prices in prose"),
+        ("hops", natural.hops, 4, 40, "two hops over documents"),
+        ("updates", natural.updates, 6, 40, "the last of several changes"),
+        ("entries", natural.entries, 3, 80, "a fact of one of several similar entries"),
+        ("in-order", natural.in_order, 6, 192, "likelihood of the text behind pieces in order"),
+        ("mixed", natural.mixed, 6, 192, "likelihood of the text behind one of several pieces"),
     )
-} | {
-    place: _natural(about, place, calls.TASKS[place], documents=4, tokens=120, only_named=True)
-    for place, about in calls.PLACES.items()
 }
-QUESTIONS = (facts.FAMILY, prices.FAMILY, hops.FAMILY, updates.FAMILY, entries.FAMILY)
-CONTINUATIONS = (continuations.IN_ORDER, continuations.MIXED)
+FAMILIES = DEMO | NATURAL
+QUESTIONS = ("facts", "prices", "hops", "updates", "entries")
+CONTINUATIONS = ("in-order", "mixed")
 """Natural families: ``QUESTIONS`` count right answers, ``CONTINUATIONS`` the likelihood of texts."""

@@ -1,6 +1,6 @@
 """Takes away one memory of the model at a time and counts right answers: does it need both?
 
-    python ablate.py ../model --count 200
+    PYTHONPATH=../../../.. python ablate.py ../model --count 200
 
     all        everything sees everything: full recompute
     no-kv      in the full-attention layers the question sees only itself and the system segment
@@ -30,7 +30,7 @@ from model import Model, delta_rule, scan
 from torch import Tensor
 from tqdm import tqdm
 
-from vllm_hypic.eval.estimates import share
+from benchmarks.lib.stats import share
 
 TEST_SEED = 20_000_000
 BATCH = 20

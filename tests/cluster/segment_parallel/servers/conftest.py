@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.lib.client import separator_of
 from benchmarks.lib.cluster import Cluster, Setup, resume
+from benchmarks.lib.prompts import Writer, writer
 from benchmarks.services import RedisServer
 from vllm_hypic.harness.generators import EXAMPLE
-from vllm_hypic.harness.prompts import Writer, writer
 
 from .stand import COMBINE, WORKER, Stand, allow, store_of
 

@@ -16,9 +16,9 @@ import psutil
 
 from benchmarks.lib.client import Part, Reply, completion
 from benchmarks.lib.cluster import FAILURES, Cluster, Instance
+from benchmarks.lib.prompts import Writer, uneven
 from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
-from vllm_hypic.harness.prompts import Writer, uneven
 
 LENGTHS = (160, 480, 64, 320, 96, 224, 400, 128)
 """Tokens of the eight segments of a prompt, the leading one first."""

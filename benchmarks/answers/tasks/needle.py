@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..task import Task
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks.natural import words_of
+
 from . import english
 
 FAMILY = "needle"
@@ -20,7 +22,7 @@ def task(number: int, documents: int, tokens: int) -> Task:
     writer = english.Writer(f"{FAMILY} {number}")
     [key], value = writer.keys(1), writer.number(set())
     held = english.spread(writer.rng, [f"The secret number of the {key} is {value}."], documents)
-    words = int(tokens * english.WORDS_PER_TOKEN)
+    words = words_of(tokens)
     return english.task(
         FAMILY,
         [writer.document(words, statements) for statements in held],

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ..harness.engines import Engine
-from ..harness.report import Steps
-from ..harness.stats import Spread
-from . import pool_batches
-from .fitting import fitting
-from .methods import FULL, Method
+from vllm_hypic.eval.fitting import fitting
+from vllm_hypic.eval.methods import FULL, Method
+from vllm_hypic.eval.runner import MethodAnswer, evaluate, prepare
+from vllm_hypic.eval.scores import Likelihood, Scores, likelihood, score
+from vllm_hypic.eval.task import ChatTemplate, Example, Task
+from vllm_hypic.harness.engines import Engine
+from vllm_hypic.harness.report import Steps
+
+from ..lib.stats import Spread
 from .results import FamilyResult, TextResult, cell, text_cell
-from .runner import MethodAnswer, evaluate, first_token_times
-from .scores import Likelihood, Scores, likelihood, score
-from .task import ChatTemplate, Example, Task
 
 Keep = Callable[[Task, str, MethodAnswer, Scores | Likelihood], None]
 """Callback (task, method, outcome, scores) for every single answer."""
@@ -104,8 +104,29 @@ class Study:
         return named | {method.name: outcomes for method, outcomes in found.items()}
 
 
-def refused(engine: Engine, methods: Sequence[Method]) -> dict[Method, str]:
-    """Return the methods that the engine's model cannot honour, each with the reason."""
-    traits = pool_batches.traits(engine)
-    reasons = {m: link.refused_by(traits) for m in methods if (link := m.linked) is not None}
-    return {method: reason for method, reason in reasons.items() if reason is not None}
+def first_token_times(
+    engine: Engine,
+    examples: Sequence[Example],
+    methods: Sequence[Method],
+    repeats: int,
+    *,
+    done: Callable[[int], None] = lambda n: None,
+) -> dict[Method, Spread]:
+    """Return the times to first token in seconds; repeats use different examples, and methods take turns
+    in being first.
+
+    An extra round before the repeats does not count.  ``done`` gets the number of requests measured since its
+    last call.
+    """
+    times: dict[Method, list[float]] = {method: [] for method in methods}
+    for repeat in range(-1, repeats):
+        example = examples[repeat % len(examples)]
+        turn = repeat % len(methods)
+        for method in [*methods[turn:], *methods[:turn]]:
+            prepare(engine, method, [example])
+            ask = method.ask(example.prompt, engine.separator, max_tokens=1, logprobs_of=None)
+            taken = engine.ask(replace(ask, logprobs=None)).first_token_s
+            if repeat >= 0:
+                times[method].append(taken)
+                done(1)
+    return {method: Spread.of(taken) for method, taken in times.items()}

@@ -5,31 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from ..harness.stats import Spread
-from . import estimates
-from .estimates import Estimate
-from .runner import MethodAnswer
-from .scores import Likelihood, Scores
+from vllm_hypic.eval import estimates
+from vllm_hypic.eval.estimates import Estimate, nll_increase
+from vllm_hypic.eval.runner import MethodAnswer
+from vllm_hypic.eval.scores import Likelihood, Metric, Scores
+
+from ..lib.stats import Spread, share
 
 PERCENT = 100.0
-
-
-class Metric(Enum):
-    """A score of an answer, 0 to 1; members have the names of fields of :class:`Scores` and :class:`Cell`."""
-
-    CONTAINS = "contains"
-    EXACT = "exact"
-    F1 = "f1"
-    ROUGE_L = "rouge-l"
-
-    @property
-    def label(self) -> str:
-        return {"CONTAINS": "right", "EXACT": "exact match", "F1": "F1", "ROUGE_L": "ROUGE-L"}[self.name]
-
-    def of(self, scores: Scores) -> float:
-        return float(getattr(scores, self.name.lower()))
 
 
 @dataclass(frozen=True)
@@ -151,7 +135,7 @@ def cell(
     def compared(metric: Metric) -> Score:
         own, other = [metric.of(s) for s in scores], [metric.of(s) for s in reference]
         counted = metric in (Metric.CONTAINS, Metric.EXACT)
-        mean = estimates.share([v == 1 for v in own]) if counted else estimates.mean(own)
+        mean = share([v == 1 for v in own]) if counted else estimates.mean(own)
         return Score(mean.times(PERCENT), estimates.difference(own, other).times(PERCENT))
 
     kls = [s.kl for s in scores]
@@ -162,8 +146,8 @@ def cell(
         exact=compared(Metric.EXACT),
         f1=compared(Metric.F1),
         rouge_l=compared(Metric.ROUGE_L),
-        same_tokens=estimates.share([s.first_divergence is None for s in scores]).times(PERCENT),
-        same_argmax=estimates.share([s.same_argmax for s in scores]).times(PERCENT),
+        same_tokens=share([s.first_divergence is None for s in scores]).times(PERCENT),
+        same_argmax=share([s.same_argmax for s in scores]).times(PERCENT),
         first_divergence=statistics.median(places) if places else None,
         kl_median=statistics.median(kls),
         kl_mean=estimates.mean(kls),
@@ -197,11 +181,6 @@ def text_cell(
         reused_none=sum(o.cached == 0 for o in outcomes),
         first_token=first_token,
     )
-
-
-def nll_increase(found: Sequence[float], full: Sequence[float]) -> Estimate:
-    """Return by how many percent the mean of ``found`` exceeds the mean of ``full``, resampled in pairs."""
-    return estimates.difference(found, full).times(PERCENT / statistics.fmean(full))
 
 
 def overall(

@@ -9,19 +9,18 @@ from typing import Any
 
 import click
 
-from ..primitives.policies import LinkMethod
-from . import engine_calls
-from .engine_calls import Answer, Ask
-from .engines import Engine, EngineError
-from .fidelity import Distance, distance, top
+from vllm_hypic.harness.engine_calls import Answer, Ask
+from vllm_hypic.harness.engines import Engine, EngineError
+from vllm_hypic.harness.fidelity import Distance, distance, top
+from vllm_hypic.harness.fidelity import GateFailed as GateFailed
+from vllm_hypic.harness.fidelity import require_cold_equals_warm as require_cold_equals_warm
+from vllm_hypic.harness.fidelity import require_fresh as require_fresh
+from vllm_hypic.harness.fidelity import require_same as require_same
+from vllm_hypic.primitives.policies import LinkMethod
 
 GROSS_KL = 3.0
 """Limit, in nats, on the distance of a first-token distribution to stock vLLM's. Reuse with separators is an
 approximation whose quality depends on the model, so that only gross errors are refused."""
-
-
-class GateFailed(RuntimeError):
-    """The answers are wrong, so that no time is reported."""
 
 
 def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,17 +38,6 @@ def reporting_failures(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def require_same(what: str, one: Answer, other: Answer) -> None:
-    """Raise :class:`GateFailed` unless tokens and logprobs are the same, bit for bit."""
-    if one.tokens != other.tokens or one.logprobs != other.logprobs:
-        both = one.logprobs.keys() & other.logprobs.keys()
-        gap = max((abs(one.logprobs[i] - other.logprobs[i]) for i in both), default=math.inf)
-        raise GateFailed(
-            f"{what} differ: logprobs by up to {gap:.3g}, "
-            f"{len(both)} of {len(one.logprobs)} top tokens are the same"
-        )
-
-
 def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod) -> None:
     """Raise :class:`GateFailed` unless records served ``documents`` documents of ``tokens`` tokens, without
     their seams and islands."""
@@ -60,12 +48,6 @@ def require_reuse(answer: Answer, documents: int, tokens: int, link: LinkMethod)
             f"{answer.cached} of {answer.prompt_tokens} tokens were reused, expected at least {least}; "
             "is the pool too small (--kv-gib, --hypic)?"
         )
-
-
-def require_fresh(answer: Answer, who: str) -> None:
-    """Raise :class:`GateFailed` if the answer read tokens from a cache."""
-    if answer.cached:
-        raise GateFailed(f"{who} read {answer.cached} tokens from a cache; expected 0")
 
 
 def first_token_distance(stock: Engine, plain: list[int], other: Engine, ask: Ask) -> Distance:
@@ -92,20 +74,3 @@ def require_close(found: Distance) -> None:
             f"the first token's distribution is {found.kl:.2f} nats from stock vLLM's, "
             f"more than {GROSS_KL:g}: a gross error"
         )
-
-
-def require_cold_equals_warm(hypic: Engine, ask: Ask) -> Answer:
-    """Ask with nothing cached, then again; require the same bits, and return the warm answer.
-
-    Both requests need the same order of documents.  The last bits of records, like those of stock vLLM's KV
-    cache, depend on the documents that share a pass, and on the places where passes end.  vLLM's prefix cache
-    must not serve the first request's stream to the second request.  On CPUs a cached stream would change the
-    last bits of long streams, also of plain prompts.
-    """
-    hypic.call(engine_calls.reset)
-    cold = hypic.ask(ask)
-    require_fresh(cold, "a cold request")
-    hypic.call(engine_calls.forget_streams)
-    warm = hypic.ask(ask)
-    require_same("a request's answers with cold and with warm documents", cold, warm)
-    return warm

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ..task import Task
-from . import demo, english
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks.families import MOST_FACTS
+from vllm_hypic.eval.tasks.natural import words_of
+
+from . import english
 
 FAMILY = "keyvalue"
 KIND = "one"
@@ -16,13 +19,13 @@ WORDS_PER_KEY = 32
 
 def facts(documents: int, tokens: int) -> int:
     """Return the facts in a demo model's document, about a quarter of the text."""
-    return max(1, min(tokens // TOKENS_PER_FACT, demo.MOST_FACTS // documents))
+    return max(1, min(tokens // TOKENS_PER_FACT, MOST_FACTS // documents))
 
 
 def task(number: int, documents: int, tokens: int) -> Task:
     """Return the English task of this number, with documents of about ``tokens`` tokens."""
     writer = english.Writer(f"{FAMILY} {number}")
-    words = int(tokens * english.WORDS_PER_TOKEN)
+    words = words_of(tokens)
     keys = writer.keys(min(documents * max(1, words // WORDS_PER_KEY), english.MOST_KEYS))
     taken: set[str] = set()
     values = {key: writer.number(taken) for key in keys}

@@ -5,18 +5,44 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from ..task import Task
-from .lexicon import ACTIONS, NAMES, PLACES, QUALITIES, THINGS, TIMES
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks.lexicon import NAMES, THINGS, listed
 
 INSTRUCTIONS = (
     "Read the documents. Answer the question after them with nothing but the number that it asks for.\n\n"
 )
 
-WORDS_PER_TOKEN = 0.75
-"""Approximate words of English in a token: documents are asked for in tokens and written in words."""
-
 MOST_KEYS = 4000
 """Limit on keys, which are so few of all pairs of words that random draws find new keys quickly."""
+PLACES = listed("""
+    airport archive attic avenue bakery bank barn basement beach bridge cabin cafe canal castle cellar
+    chapel church cinema clinic coast college corner cottage courtyard desert dock factory farm field
+    forest garage garden gate hall harbour hill hospital hotel island kitchen lake library lighthouse
+    lobby market meadow mill mountain museum office orchard palace park path pier plain port quarry
+    river road school shore square stable stadium station street studio temple theatre tower town tunnel
+    valley village vineyard workshop
+""")
+QUALITIES = listed("""
+    ancient bent big black blue brass bright broken brown cheap clean cold copper crooked dark deep
+    dirty dry dusty empty faded famous fine flat foreign fragile fresh golden green grey heavy hidden
+    high hollow huge iron large late light little lonely long loud low narrow new noisy old open orange
+    painted pale plain polished pretty purple quick quiet rare red rough round rusty shallow sharp short
+    silent silver simple slow small smooth soft solid square steep strange strong tall thick thin tiny
+    warm weak wet white wide wild wooden worn yellow young
+""")
+ACTIONS = listed("""
+    admired borrowed bought brought carried caught chose cleaned collected counted covered described
+    drew dropped examined fetched filled finished fixed followed found gave guarded held hid kept left
+    lifted liked lost made measured mentioned missed moved needed noticed offered opened ordered packed
+    painted passed picked placed pulled pushed raised reached received recognised remembered repaired
+    returned sent shared showed sold stored studied threw took touched traded used visited wanted washed
+    watched weighed wrapped
+""")
+TIMES = listed("""
+    afterwards again already always before breakfast daily early eventually finally later lately often
+    once quietly rarely recently seldom slowly sometimes soon suddenly today together twice usually
+    yesterday
+""")
 
 
 class Writer:

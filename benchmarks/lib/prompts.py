@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-Document = tuple[int, ...]
+from vllm_hypic.eval.task import Document, Prompt
+
 HEAD = 64
 """Tokens of the leading segment (a system prompt)."""
 QUESTION = 32
@@ -28,34 +29,6 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.segments} x {self.tokens}"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A leading segment, documents and a question, as token ids."""
-
-    head: Document
-    documents: tuple[Document, ...]
-    question: Document
-
-    def plain(self) -> list[int]:
-        """Return the token ids for stock vLLM, with all parts end to end."""
-        return [*self.head, *(t for d in self.documents for t in d), *self.question]
-
-    def marked(self, separator: int) -> list[int]:
-        """Return the token ids with a separator after the leading segment and after every document."""
-        tokens = [*self.head, separator]
-        for document in self.documents:
-            tokens += [*document, separator]
-        return [*tokens, *self.question]
-
-    def reordered(self, order: Sequence[int], question: Document) -> Prompt:
-        """Return a prompt with the same documents in another order, and another question."""
-        return replace(self, documents=tuple(self.documents[i] for i in order), question=question)
-
-    def __len__(self) -> int:
-        """Return the number of tokens without separators."""
-        return len(self.head) + sum(map(len, self.documents)) + len(self.question)
 
 
 class Writer:

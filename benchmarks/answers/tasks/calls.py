@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from functools import partial
 
-from ..task import Task
-from . import natural
-from .lexicon import CITIES
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks import natural
+from vllm_hypic.eval.tasks.lexicon import CITIES
 
 PLACES = {
     "call-new": "a fact in the newest result of a tool",
@@ -36,7 +36,7 @@ def task(place: str, number: int, documents: int, tokens: int) -> Task:
         "call-doc": rng.randrange(documents),
         "call-arg": documents + 2,
     }[place]
-    made = natural.task(
+    made = natural.question_task(
         place,
         told,
         f"What is the {kind} of the {cities[asked]} office?",

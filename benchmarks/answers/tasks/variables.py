@@ -5,7 +5,9 @@ from __future__ import annotations
 import string
 from itertools import pairwise
 
-from ..task import Task
+from vllm_hypic.eval.task import Task
+from vllm_hypic.eval.tasks.natural import words_of
+
 from . import english
 
 FAMILY = "variables"
@@ -46,7 +48,7 @@ def task(number: int, documents: int, tokens: int) -> Task:
         for document, statements in zip(held, english.spread(rng, steps, documents), strict=True):
             document.extend(statements)
     asked = rng.choice(list(ends))
-    words = int(tokens * english.WORDS_PER_TOKEN)
+    words = words_of(tokens)
     return english.task(
         FAMILY,
         [writer.document(words, statements) for statements in held],
