@@ -129,7 +129,7 @@ compat: $(READY)
 	$(BIN)/python tools/compat.py $(if $(VERSION),--version $(VERSION)) $(if $(TESTS),--tests "$(TESTS)")
 
 clean:
-	rm -rf build dist docs/autoapi *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find vllm_hypic benchmarks tests tools examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean

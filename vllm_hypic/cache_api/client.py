@@ -1,4 +1,4 @@
-"""Python client of the cache API.
+"""Python client of the cache API::
 
     with SegmentCache("http://localhost:8000") as cache:
         document = cache.compile(text="...", ttl_s=3600)
