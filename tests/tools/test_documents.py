@@ -263,7 +263,7 @@ READ = {
     "console": replay,
     "json": read_json,
     "python": read_python,
-    **dict.fromkeys(("text", "mermaid", "{toctree}"), str),  # Sphinx reads the last two
+    **dict.fromkeys(("text", "mermaid", "{toctree}", "{eval-rst}"), str),  # Sphinx reads the last three
 }
 
 
