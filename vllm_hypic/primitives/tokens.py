@@ -130,7 +130,7 @@ class PrimitiveIds:
 
     def contains(self, ids: Sequence[int]) -> bool:
         """Whether any primitive stands in ``ids``."""
-        return self.sep in ids or self.pdep in ids or self.pad in ids
+        return not {self.sep, self.pdep, self.pad}.isdisjoint(ids)
 
 
 def primitive_ids(tokenizer: object) -> PrimitiveIds:

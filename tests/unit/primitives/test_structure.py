@@ -81,7 +81,7 @@ class FrontEnd:
 
     def __init__(self, path: Path, **segment: Any) -> None:
         segment = {"mode": "structure", "min_tokens": 32, "query_tokens": 16, "newest_tokens": 0, **segment}
-        options = {"segment": segment, "min_segment_tokens": 16}
+        options = {"segment": segment, "min_segment_tokens": 16, "context": "none", "islands": "none"}
         self.renderers = []
         for mode in (TOKENIZER_MODE, "hf"):
             model = ModelConfig(model=str(path), tokenizer_mode=mode, dtype="float32", max_model_len=256)
@@ -449,7 +449,7 @@ def test_cost_of_mode_off(smollm2: Path) -> None:
             if ours:
                 ids, rendered = prompt["prompt_token_ids"], perf_counter()
                 asked = EngineCoreRequest("", ids, None, SamplingParams(), None, 0.0, None, None, None)
-                front_end.finder.find(asked, prompt)
+                front_end.finder.receive(asked, prompt)
                 looks.append(1e6 * (perf_counter() - rendered))
                 assert asked.sampling_params.extra_args is None
             times[ours].append(1000 * (perf_counter() - begun))
