@@ -11,12 +11,11 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vllm_hypic.files import whole_file
-from vllm_hypic.harness.engines import Engine
 from vllm_hypic.harness.report import Steps as Steps
 from vllm_hypic.harness.report import console as console
 from vllm_hypic.harness.report import machine, three_digits, versions
@@ -25,6 +24,9 @@ from vllm_hypic.harness.report import plain as plain
 from vllm_hypic.harness.report import progress as progress
 from vllm_hypic.harness.report import size as size
 from vllm_hypic.harness.report import table as table
+
+if TYPE_CHECKING:
+    from vllm_hypic.harness.engines import Engine
 
 FORMAT = 1
 """Version of the JSON's layout, raised when a reader of older files would misread newer files."""
