@@ -42,8 +42,9 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import percent
-from vllm_hypic.harness.settings import Numbers, with_options
+from vllm_hypic.harness.settings import with_options
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
 from . import trace as traces

@@ -20,8 +20,9 @@ import click
 
 from vllm_hypic.harness.engine_calls import Answer, Ask
 from vllm_hypic.harness.engines import Engine, running
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import Steps, console
-from vllm_hypic.harness.settings import EngineSettings, Numbers
+from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import hypic_calls
 from .lib import gate, report

@@ -14,8 +14,9 @@ import click
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.fidelity import Distance, top
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import console, size
-from vllm_hypic.harness.settings import EngineSettings, Numbers
+from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import RecordBytes, records_held
 from .lib import gate, report

@@ -16,8 +16,8 @@ from typing import Any
 import click
 
 from vllm_hypic.eval.estimates import percentile
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import console
-from vllm_hypic.harness.settings import Numbers
 
 from .lib import report
 from .lib.report import check_outputs, output_options

@@ -17,8 +17,9 @@ import click
 from vllm_hypic.harness.engine_calls import Ask
 from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.fidelity import Distance, distance, top
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import console, percent
-from vllm_hypic.harness.settings import EngineSettings, Numbers
+from vllm_hypic.harness.settings import EngineSettings
 from vllm_hypic.primitives.options import LINK, SEAM
 
 from .lib import gate, report

@@ -11,8 +11,8 @@ import click
 import torch
 from torch import Tensor
 
+from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import console, percent
-from vllm_hypic.harness.settings import Numbers
 
 from ..lib import report
 from ..lib.report import check_outputs, output_options, seconds

@@ -6,11 +6,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vllm_hypic.eval.estimates import Estimate
-from vllm_hypic.harness.fidelity import Distance
+
+if TYPE_CHECKING:
+    from vllm_hypic.harness.fidelity import Distance
 
 Z = 1.959964
 """Standard normal quantile of a two-sided interval of 95 %."""

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from vllm_hypic.eval.estimates import Estimate
-from vllm_hypic.harness.settings import Numbers, model_name
+from vllm_hypic.harness.numbers import Numbers
+from vllm_hypic.harness.settings import model_name
 
 from ..answers.tables import wide_console
 from ..lib import gate, report

@@ -18,12 +18,12 @@ from ...config.engine import AUTO, HypicConfig
 from ...errors import ConfigError
 from ...harness.engines import EngineError
 from ...harness.generators import Generator, find_generator, trust_option
+from ...harness.numbers import Numbers
 from ...harness.report import console, machine, plain, progress, versions
 from ...harness.settings import (
     EngineSettings,
     HypicOptions,
     JsonObject,
-    Numbers,
     model_folder,
     model_name,
     with_options,
