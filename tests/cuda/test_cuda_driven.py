@@ -13,14 +13,14 @@ import pytest
 from lib import forked
 
 
-@pytest.mark.timeout(1900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["driven", "stock"])
 def test_on_the_cpu(name: str) -> None:
     folder = Path(__file__).parent / name
     done = forked.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
-        timeout=1800,
+        timeout=3500,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     # Not an empty run: were nothing collected, pytest would exit with 5.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lib.instruction_sets import needs_avx512
 from lib.oracle import random_segments
 
 from vllm_hypic.pool.geometry import FP8
@@ -18,6 +19,8 @@ from .engines import SEP, Ask, all_same, largest_distance, pool_unit_bytes, prom
 from .quantised_weights import SCHEMES, save_quantised
 from .test_exactness import DEMO_SEP, demo_questions
 from .test_store import MEMORY, cold_warm_and_loaded, on_disk, stored
+
+pytestmark = needs_avx512
 
 STOP = {"ignore_eos": False}  # what follows an answer was never trained
 ROUNDING = 0.25

@@ -17,7 +17,6 @@ from .conftest import EngineFactory, Saver
 from .engines import (
     Ask,
     Engine,
-    all_same,
     begin,
     largest_distance,
     pool_unit_bytes,
@@ -129,7 +128,8 @@ def test_cold_warm_and_from_a_tier(narrow: Engine, hypic: Engine) -> None:
     exact = hypic.ask_one_by_one(*ASKS)
     cold = cold_warm_and_loaded(narrow, ASKS)
     plain = ASKS[0].plain()
-    assert all_same(narrow.ask(plain), hypic.ask(plain))
+    # Prompts in passes of 128 tokens have other bits on CPUs without AVX-512.
+    assert largest_distance(narrow.ask(plain), hypic.ask(plain)) < 0.1
     far = largest_distance(cold, exact)
     narrow.call(double_the_states)
     fault = largest_distance(narrow.ask_one_by_one(*ASKS), exact)

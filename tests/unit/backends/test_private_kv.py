@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lib.instruction_sets import needs_avx512
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -54,6 +55,7 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
 
 
+@needs_avx512
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2"])
 def test_a_quantised_cache(kind: str, dtype: torch.dtype) -> None:
