@@ -17,6 +17,7 @@ from .conftest import EngineFactory, Saver
 from .engines import (
     Ask,
     Engine,
+    all_same,
     begin,
     largest_distance,
     pool_unit_bytes,
@@ -123,13 +124,16 @@ def narrow(module_engine: EngineFactory, hybrid_model: Path) -> Engine:
     return module_engine(hybrid_model, options=NARROW | stored(MEMORY), max_num_batched_tokens=128)
 
 
-def test_cold_warm_and_from_a_tier(narrow: Engine, hypic: Engine) -> None:
+def test_cold_warm_and_from_a_tier(
+    narrow: Engine, hypic: Engine, start_engine: EngineFactory, hybrid_model: Path
+) -> None:
     """Bit for bit; beside records in float32 the answers are near, and a fault is not."""
     exact = hypic.ask_one_by_one(*ASKS)
     cold = cold_warm_and_loaded(narrow, ASKS)
     plain = ASKS[0].plain()
-    # Prompts in passes of 128 tokens have other bits on CPUs without AVX-512.
-    assert largest_distance(narrow.ask(plain), hypic.ask(plain)) < 0.1
+    # Without AVX-512, passes of another length give a plain prompt other bits.
+    stock = start_engine(hybrid_model, hypic=False, max_num_batched_tokens=128)
+    assert all_same(narrow.ask(plain), stock.ask_and_close(plain))
     far = largest_distance(cold, exact)
     narrow.call(double_the_states)
     fault = largest_distance(narrow.ask_one_by_one(*ASKS), exact)

@@ -12,7 +12,7 @@ import torch
 
 from .decoding import Decoding
 from .plans import CapturePlan, StreamPlan
-from .runtime import Shared
+from .shared import Shared
 from .upload import upload
 
 

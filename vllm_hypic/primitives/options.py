@@ -204,6 +204,11 @@ class FoundSegments:
             "counts": dict(self.counts),
         }
 
+    @staticmethod
+    def unpacked(message: Mapping[str, Any], n_tokens: int) -> FoundSegments:
+        """Undo :meth:`packed`, for a prompt of ``n_tokens`` tokens."""
+        return FoundSegments(message["mode"], _spans(message["ranges"], n_tokens), message["counts"])
+
 
 @dataclass(frozen=True)
 class RequestLimits:
@@ -253,15 +258,14 @@ def parse_request(
     ``from_client``: false in the engine core, where the front end's message may stand beside the options.
     Raises :class:`LinkError`, which names the bad key or value.
     """
-    extra, found = dict(extra_args or {}), None
-    if not from_client and (message := extra.pop(FOUND, None)) is not None:
-        found = FoundSegments(message["mode"], _spans(message["ranges"], n_tokens), message["counts"])
+    extra = dict(extra_args or {})
+    message = None if from_client else extra.pop(FOUND, None)
     return RequestSpec(
         link_of_request(extra, limits.link),
         segment_mode_of_request(extra, limits.segment_mode),
         transfer_of_request(extra, longest_s=limits.longest_s, shared=limits.shared),
         spans_of_request(extra, n_tokens),
-        found,
+        None if message is None else FoundSegments.unpacked(message, n_tokens),
     )
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
 from vllm_hypic.cache_api.commands import Failure
-from vllm_hypic.cache_api.control import joined
 from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
 from vllm_hypic.cache_api.registry_file import registry_folder
+from vllm_hypic.cache_api.replicas import joined
 from vllm_hypic.config.store import StoreConfig
 
 from .conftest import KEY, NAMESPACE, OTHER_KEY

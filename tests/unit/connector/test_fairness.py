@@ -214,7 +214,7 @@ def test_who_holds_room_is_as_urgent_as_the_request_that_waits_for_it() -> None:
     assert on.begin_pass() == started(runs=1), "it waits for its own tenant alone"
     admit(on, "more urgent", 3, tenant="c")
     raised = started(**{"runs": 0, "other": 0, job.request_id: 0})
-    assert on.begin_pass() == raised, "for whoever ends first"
+    assert on.begin_pass() == raised, "each request that holds room may be the first to free it"
     assert on.begin_pass() == started()
 
 

@@ -77,7 +77,8 @@ class Turns:
         return None, full
 
     def begun(self, start: PassStart) -> None:
-        """Take in the start of a pass: whose turn it is finds no room, and waits for nobody less urgent."""
+        """Check the start of a pass: the next request in turn has no room, and waits for no less
+        urgent request."""
         self.priorities.update((job.request_id, job.priority) for job in start.segment_requests)
         for name, priority in start.raised.items():
             assert priority < self.priorities[name]

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from ...errors import ConfigError
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 from .base import AttentionLink
 from .cuda_rows import FLOAT_BYTES, PARTIAL_BYTES, LatentPiece, latent_pieces
 from .latents import LatentAttention, LatentLink, LatentRows

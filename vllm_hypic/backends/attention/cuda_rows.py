@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 from ..ops.span_attention.plan import SpanColumns, SpanPlan, causal_kv_lens
 
 if TYPE_CHECKING:

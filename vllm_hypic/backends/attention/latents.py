@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 from ...pool.step import PublicRows
 from .base import AttentionLink, LinkedAttention
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 
 KINDS = {
     "fp8": torch.float8_e4m3fn,

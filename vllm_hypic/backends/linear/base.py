@@ -23,7 +23,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 
 from ...pool import appended
 from ...pool.families import FAMILIES, LinearFamily
-from ...pool.runtime import Once, OncePer
+from ...pool.shared import Once, OncePer
 from .copied import appending, capturing, reading
 from .drafted import Drafted, parts, special_part
 from .layout import NO_STEP, Composed, LinearStep, Segments, StockRows, linear_step, stock_rows

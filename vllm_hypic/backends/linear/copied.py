@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...pool.narrow_states import CopiedRecords
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 from ..ops.program import ComposeOp, SegmentRow, unpack
 from .layout import Composed, Segments
 

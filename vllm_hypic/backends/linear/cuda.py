@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...pool.runtime import OncePer
+from ...pool.shared import OncePer
 from ..ops.program import ComposeOp, ComposeRow, Mode, SegmentRow, pack
 from .layout import Composed, Segments
 

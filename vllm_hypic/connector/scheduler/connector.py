@@ -1,4 +1,4 @@
-"""Scheduler half: the facade that the engine's scheduler and vLLM's connector call, and nothing beside it.
+"""Scheduler half: the only class of this folder that the engine's scheduler and vLLM's connector call.
 
 Life of a composed request here: :meth:`SchedulerConnector.plan` -> :meth:`~SchedulerConnector.admit` (tokens
 become the stream) -> :meth:`~SchedulerConnector.begin_pass` (pins its records; fetches, awaits or computes

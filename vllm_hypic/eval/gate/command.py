@@ -34,10 +34,11 @@ from ..methods import Method
 from ..task import ChatTemplate
 from ..tasks.installed import installed_texts
 from ..tasks.longbench import DataError
-from .criteria import Limits, Verdict, judge, numbers_table, reasons_text
+from .criteria import Limits, Verdict, judge
 from .fixed_set import TaskSet, data_set, fixed_sets
 from .identity import reads_seam
 from .measure import GateEngines, GateMeasurement, MeasureError, measure
+from .rendering import numbers_table, reasons_text
 from .signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, write
 from .startup import candidates
 

@@ -15,7 +15,7 @@ from vllm.third_party.flash_linear_attention.ops.utils import FLA_CHUNK_SIZE
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
-from ....pool.runtime import Once
+from ....pool.shared import Once
 from ...ops import gated_delta
 from ...ops.gated_delta import GatedDeltaInputs
 from ...ops.linear_layer.arguments import LayerCaches

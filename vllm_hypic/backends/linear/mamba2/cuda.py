@@ -11,7 +11,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, Mamba2AttentionMetadataBuilder
 
-from ....pool.runtime import Once
+from ....pool.shared import Once
 from ...ops import mamba2
 from ...ops.mamba2 import Mamba2Weights
 from ..base import Scratch

@@ -13,7 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
-from ....pool.runtime import Once
+from ....pool.shared import Once
 from ...ops.linear_layer import limits
 from ...ops.short_conv import ShortConvInputs, ShortConvWeights
 from ..base import Scratch
