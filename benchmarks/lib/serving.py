@@ -27,6 +27,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from .processes import free_port, launch
 
 
+def fast_dtype() -> str:
+    """Return the value of ``--dtype`` for a model in bfloat16: ``float32`` on a CPU without instructions for
+    bfloat16, where a prefill in bfloat16 takes several times as long; otherwise ``auto``."""
+    slow = "avx512_bf16" not in Path("/proc/cpuinfo").read_text() and not Path("/dev/nvidiactl").exists()
+    return "float32" if slow else "auto"
+
+
 class ServerError(RuntimeError):
     """The server did not start, or left a process behind; the message says more, such as the log's end."""
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.lib import report
 from benchmarks.lib.client import Answer, ask
-from benchmarks.lib.serving import Server, ServerError
+from benchmarks.lib.serving import Server, ServerError, fast_dtype
 from vllm_hypic.harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 from vllm_hypic.primitives.tokens import PrimitiveTexts
@@ -175,7 +175,15 @@ def serving(title: str, *options: str) -> Iterator[Server]:
         *options,
         *("--chat-template", str(folder / "chat_template.jinja")),
         *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--max-model-len", "16384", "--kv-cache-memory-bytes", "1G", "--disable-uvicorn-access-log"),
+        *(
+            "--dtype",
+            fast_dtype(),
+            "--max-model-len",
+            "16384",
+            "--kv-cache-memory-bytes",
+            "1G",
+            "--disable-uvicorn-access-log",
+        ),
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     console.print(f"\n[bold]{title}[/]  {' '.join(server.command)}", soft_wrap=True)

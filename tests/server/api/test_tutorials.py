@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lib.one_process import ONE_PROCESS
 
-from benchmarks.lib.serving import Server
+from benchmarks.lib.serving import Server, fast_dtype
 
 from .conftest import ENV
 from .test_readme import BOUND_S, ROOT, printed, served
@@ -48,6 +48,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, P
             _, options = served(command)
             options = [str(ROOT / o) if o.startswith("examples/") else o for o in options]
             log = tmp_path_factory.mktemp("tutorials") / "server.log"
+            options += ["--dtype", fast_dtype()]
             env = ENV | (ONE_PROCESS if "--enforce-eager" in options else {})
             return servers.enter_context(Server(model, *options, env=env, log=log))
 

@@ -15,7 +15,7 @@ from lib.http_server import HttpServer
 from lib.one_process import ONE_PROCESS
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.lib.serving import Server
+from benchmarks.lib.serving import Server, fast_dtype
 
 ONE_WORKER = True  # all tests of this folder use the same server
 
@@ -105,7 +105,7 @@ def server(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         smollm2,
         *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "512M"),
         *("--additional-config", json.dumps({"hypic": hypic})),
-        *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
+        *("--dtype", fast_dtype(), "--max-model-len", "8192", "--enable-prompt-tokens-details"),
         *("--chat-template", str(EXAMPLES / "tools.jinja")),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | ONE_PROCESS,

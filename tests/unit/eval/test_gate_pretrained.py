@@ -4,8 +4,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 
+from benchmarks.lib.serving import fast_dtype
 from vllm_hypic.eval.gate.criteria import ANSWERS, DISTRIBUTIONS, FAULTS, TEXTS, Verdict
 from vllm_hypic.eval.methods import Method
 
@@ -13,13 +13,10 @@ from .gating import Judged, gate, measuring_once
 
 pytestmark = pytest.mark.engine
 
-DTYPE = "auto" if torch.cpu._is_avx512_bf16_supported() else "float32"
-"""The model's own bf16 takes CPUs without AVX512-BF16 many times longer."""
-
 
 def judged(model: Path, folder: Path, prompts: int) -> tuple[Judged, Judged]:
     """Verdicts on the default and on blocks."""
-    small = ("--prompts", str(prompts), "--dtype", DTYPE)
+    small = ("--prompts", str(prompts), "--dtype", fast_dtype())
     with measuring_once(Method("block", "block", 8)):
         default = gate(model, folder / "hypic", *small)
         return default, gate(model, folder / "block", *small, "--link", "block")
