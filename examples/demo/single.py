@@ -22,11 +22,12 @@ from pathlib import Path
 import httpx
 import psutil
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from benchmarks.lib import report
 from benchmarks.lib.client import Answer, ask
-from benchmarks.lib.serving import Server, ServerError, fast_dtype
+from benchmarks.lib.serving import Server, ServerError
 from vllm_hypic.harness.generators import EXAMPLE, FIRST_SEED, find_generator, words_of
 from vllm_hypic.primitives.builder import build_messages, build_prompt
 from vllm_hypic.primitives.tokens import PrimitiveTexts
@@ -175,15 +176,7 @@ def serving(title: str, *options: str) -> Iterator[Server]:
         *options,
         *("--chat-template", str(folder / "chat_template.jinja")),
         *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *(
-            "--dtype",
-            fast_dtype(),
-            "--max-model-len",
-            "16384",
-            "--kv-cache-memory-bytes",
-            "1G",
-            "--disable-uvicorn-access-log",
-        ),
+        *("--max-model-len", "16384", "--kv-cache-memory-bytes", "1G", "--disable-uvicorn-access-log"),
         env={"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     console.print(f"\n[bold]{title}[/]  {' '.join(server.command)}", soft_wrap=True)
@@ -209,7 +202,8 @@ def run(server: Server, tasks: Sequence[Task], *, cut: bool) -> list[Result]:
         return ids
 
     results = []
-    for turn, (i, task) in itertools.product(range(ORDERS), enumerate(tasks)):
+    turns = list(itertools.product(range(ORDERS), enumerate(tasks)))
+    for turn, (i, task) in track(turns, "requests", console=console, transient=True):
         prompt = Prompt(task, orders(i, len(task.documents))[turn], SURFACES[(i + turn) % len(SURFACES)], cut)
         path, body = prompt.request(token_ids)
         results.append(Result(prompt, ask(server.url, path, body)))

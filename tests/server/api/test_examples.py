@@ -134,9 +134,11 @@ def test_a_killed_owner_takes_its_server_along(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.timeout(1300)
 def test_demo():
     """The demo checks itself that its servers are gone."""
-    command, env = [sys.executable, "-m", "examples.demo", "--tasks", "3"], {**os.environ, **ENV}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    command = [sys.executable, "-m", "examples.demo", "--tasks", "3", "--documents", "4"]
+    env = {**os.environ, **ENV}
+    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "passed:" in ended.stdout

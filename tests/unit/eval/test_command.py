@@ -69,7 +69,7 @@ def test_families_and_generators_of_other_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_on_the_demo_model(tmp_path: Path) -> None:
     mine = {"input": "ent1 rel1", "context": "# w1 : ent1 rel1 val1 .\n" * 30, "answers": ["val1"]}
     data = tmp_path / "mine.jsonl"

@@ -14,7 +14,7 @@ from vllm_hypic.harness.generators import EXAMPLE
 
 from .gating import Judged, gate, measuring_once
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 MODEL = EXAMPLE.parent / "hybrid-notes" / "model"  # a wrong state costs it answers
 ALSO = Method("hypic-8", "hypic", 8), Method("naive-8", "naive", 8)
 RUNS = {
