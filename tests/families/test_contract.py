@@ -225,6 +225,30 @@ def test_prefix_caches_agree(family: Family, dtype: str, start_engine: EngineFac
     assert all(map(same, ours, theirs))
 
 
+@pytest.mark.parametrize("name", ["mamba2", "mamba1", "olmo"])
+@pytest.mark.fast("mamba2")
+def test_hits_inside_a_block_are_full_recompute(
+    name: str, start_engine: EngineFactory, models: Models
+) -> None:
+    """With ``--prefix-match-unit``: plain prompts, composed prompts, and their second turns."""
+    family, (question, more, _) = FAMILIES[name], PARTS
+    folder = models(family.name, family.save)
+    turns = [replace(TEXT, query=query) for query in (QUERY, question, [*question, *more])]
+    plain = [(*question, *more)[:n] for n in (70, 300, 310)]
+    asks = [Ask(tokens, 1, sampling={"logprobs": -1}) for tokens in (*(t.tokens for t in turns), *plain)]
+    engine_args = family.engine_args(F32) | {"prefix_match_unit": 16, "max_num_batched_tokens": 512}
+    with start_engine(folder, max_logprobs=-1, **engine_args) as engine:
+        cold, warm = (engine.ask_one_by_one(*asks) for _ in range(2))
+        engine.check_clean()
+    assert [answer.cached for answer in warm[3:]] == [64, 288, 304]
+    oracle = family.oracle(folder)
+    theirs = [oracle.next_token_logprobs(*turn.parts) for turn in turns]
+    theirs += [oracle.full_logprobs(list(tokens)) for tokens in plain]
+    for first, second, right in zip(cold, warm, theirs, strict=True):
+        assert second.cached > first.cached
+        assert max(largest(whole_vocabulary(a.first), right) for a in (first, second)) <= family.bound
+
+
 # -- models of one layer ---------------------------------------------------------------------------------
 
 

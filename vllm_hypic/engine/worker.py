@@ -197,8 +197,9 @@ class HypicWorker(WorkerBase):
         """Replace vLLM's layers by the plugin's layers, before the model is built."""
         from ..backends.linear.base import register_families
         from ..backends.rope import register_rope_taps
-        from ..patches import cpu_olmo_allocator, olmo_conv_loader
+        from ..patches import block_copies, cpu_olmo_allocator, olmo_conv_loader
 
+        block_copies.apply()
         cpu_olmo_allocator.apply()
         olmo_conv_loader.apply()
         register_families()

@@ -32,7 +32,7 @@ from vllm_hypic import patches
 
 OTHERS = {"signature", "engine_parent", "cpu_seeded_chunks", "cuda_kept_lse"}
 names = {module.name for module in pkgutil.iter_modules(patches.__path__)} - OTHERS
-assert len(names) >= 28
+assert len(names) >= 29
 for name in 2 * sorted(names):
     importlib.import_module(f"vllm_hypic.patches.{name}").apply()
 importlib.import_module("vllm_hypic.patches.engine_parent").apply(1.0)
@@ -42,6 +42,23 @@ import pickle
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 assert pickle.loads(pickle.dumps(AttentionBackendEnum["HYPIC"])) is AttentionBackendEnum["HYPIC"]
 assert AttentionBackendEnum["HYPIC"].get_class().get_name() == "HYPIC"
+""",
+    "block-copies": """
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+from vllm.v1.worker import gpu_model_runner as runner
+from vllm_hypic.patches import block_copies
+
+def copied():
+    memory = torch.arange(2 * 4 * 8)  # two tensors of four blocks of eight numbers
+    block = memory[:32].view(4, 8)
+    states = block[:, :3]
+    runner.copy_kv_cache_blocks_inplace([states, block, memory[32:].view(4, 8)], 4, [KVCacheBlockCopy(1, 3)])
+    return [memory[n:n + 32].view(4, 8)[3].tolist() for n in (0, 32)]
+
+right = [list(range(8, 16)), list(range(40, 48))]
+assert copied() != right, told
+block_copies.apply()
+assert copied() == right
 """,
     "one-token-conv": """
 from vllm.platforms import current_platform
