@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -107,13 +108,22 @@ def unit(nodeid: str) -> str:
     return folder if _has_one_worker(folder) else file
 
 
+FAMILY = re.compile(r"families/test_contract\.py::.*?\[(?:\d+-)?(.+?)(?:-(?:float32|bfloat16).*)?\]$")
+
+
+def scope(nodeid: str) -> str:
+    """The unit; in the contract of the families, which has most of the slow tests, one family's part of it."""
+    found = FAMILY.search(nodeid)
+    return f"{unit(nodeid)}::{found[1]}" if found else unit(nodeid)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling
 
     class Units(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return unit(nodeid)
+            return scope(nodeid)
 
     config.option.loadscopereorder = False
     return Units(config, log)

@@ -69,6 +69,7 @@ METHODS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("method", METHODS)
 def test_as_many_drafts_are_accepted(
     method: str, start_engine: EngineFactory, attention_model: Path, tmp_path: Path, engine_logs: Path

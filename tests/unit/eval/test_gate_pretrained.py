@@ -31,7 +31,7 @@ def test_a_few_prompts_tell_them_apart(smollm2: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(4800)
+@pytest.mark.timeout(9000)
 def test_the_default_is_a_go_and_blocks_are_a_no_go(smollm2: Path, tmp_path: Path) -> None:
     """Blocks by answers, by first tokens, and by every token of a text."""
     default, blocks = judged(smollm2, tmp_path, prompts=80)
