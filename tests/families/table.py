@@ -287,7 +287,7 @@ WINDOWS = families(
     | {"own": (own.islands_behind_a_text, own.a_window_is_what_stock_says)},
     {
         "windows": FIRST
-        | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(24)},
+        | {"save": partial(SAVE_WINDOWS, window=40, layer_types=[SLIDING, FULL, SLIDING]), "life": Life(30)},
         "windows-everywhere": {"save": partial(SAVE_WINDOWS, window=24, layer_types=[SLIDING] * 3)}
         | {
             "without": NO_STATES
@@ -313,7 +313,7 @@ SHARED_KV = families(
     | {"seen": {F32: 100, BF16: 1.1}, "own": (own.records_hold_what_layers_own,)},
     {
         "shared-kv": {"save": partial(models.save_shared_kv_model, name="Gemma3nText", window=40)}
-        | {"oracle": partial(MaskedOracle, by_embeddings=True), "fast": True, "life": Life(24)},
+        | {"oracle": partial(MaskedOracle, by_embeddings=True), "fast": True, "life": Life(30)},
         "shared-kv-gemma4": {"save": partial(models.save_shared_kv_model, name="Gemma4Text", window=40)}
         | {"oracle": MaskedOracle},
     },
