@@ -26,8 +26,6 @@ from .prefix_options import asked_traces, trace_options
 from .prefix_replay import PASS, Outcome, Policy, replay
 from .prefix_traces import PrefixKind, Turn
 
-UNIT = 16
-"""vLLM's ``--prefix-match-unit`` of the policy ``stock-16``: hits may end inside a block."""
 STATES = (1, 2, 4, 8)
 """States a line in the comparison of placements."""
 
@@ -116,7 +114,6 @@ def policies(tree: Tree, shape: RecordShape, states: int, fine: bool) -> list[Po
         *([Policy("block-32", 32, branch=False, every=32)] if fine else ()),
         Policy("all", block, branch=False, every=block),
         Policy("stock", block, prompt_end=True, every=PASS // block * block),
-        Policy("stock-16", block, prompt_end=True, tail=UNIT, every=PASS // block * block),
         Policy("branches", GRID),
         Policy("marconi", GRID, alpha=None),
         Policy("equal", GRID, alpha=None, plans=equal),

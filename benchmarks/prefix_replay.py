@@ -33,11 +33,11 @@ PASS = 8192
 
 @dataclass(frozen=True)
 class Policy:
-    """Where states are kept, all but ``tail`` at multiples of ``grid``, and what leaves first.
+    """Where states are kept, all at multiples of ``grid``, and what leaves first.
 
     ``end``: of a request's answer; ``branch``: where a prompt leaves what was seen before; ``prompt_end``:
-    at the prompt's last multiple; ``tail``: at the prompt's last multiple of this number; ``every``: at its
-    multiples; and ``plans``, by line.  ``alpha`` None: tuned.
+    at the prompt's last multiple; ``every``: at its multiples; and ``plans``, by line.  ``alpha`` None:
+    tuned.
     """
 
     name: str
@@ -46,7 +46,6 @@ class Policy:
     branch: bool = True
     end: bool = True
     prompt_end: bool = False
-    tail: int = 0
     every: int = 0
     plans: Sequence[tuple[int, ...]] | None = None
 
@@ -61,10 +60,7 @@ class Policy:
             depths.add(line.prompt)
         if self.every:
             depths.update(range(resumed // self.every * self.every, line.tokens, self.every))
-        kept = {d // self.grid * self.grid for d in depths}
-        if self.tail:
-            kept.add((line.prompt - 1) // self.tail * self.tail)
-        return sorted(d for d in kept if d > resumed)
+        return sorted({d // self.grid * self.grid for d in depths if d // self.grid * self.grid > resumed})
 
 
 @dataclass(eq=False)

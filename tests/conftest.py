@@ -109,10 +109,11 @@ def unit(nodeid: str) -> str:
 
 
 FAMILY = re.compile(r"families/test_contract\.py::.*?\[(?:\d+-)?(.+?)(?:-(?:float32|bfloat16).*)?\]$")
+"""Finds the family's name in the id of a test of the contract."""
 
 
 def scope(nodeid: str) -> str:
-    """The unit; in the contract of the families, which has most of the slow tests, one family's part of it."""
+    """The unit; of the families' contract, which has most of the slow tests, one family's part."""
     found = FAMILY.search(nodeid)
     return f"{unit(nodeid)}::{found[1]}" if found else unit(nodeid)
 

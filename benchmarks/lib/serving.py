@@ -24,6 +24,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_hypic.harness.report import cpu_info
+
 from .processes import free_port, launch
 
 
@@ -33,8 +35,8 @@ def fast_dtype() -> str:
     Where a CPU has no instructions for bfloat16, matrix products in bfloat16 take eight times as long as in
     ``float32``.  vLLM's gated delta nets on CPUs take bfloat16 alone.
     """
-    slow = "avx512_bf16" not in Path("/proc/cpuinfo").read_text() and not Path("/dev/nvidiactl").exists()
-    return "float32" if slow else "auto"
+    fast = {"avx512_bf16", "bf16"}.intersection(cpu_info()["isa"]) or Path("/dev/nvidiactl").exists()
+    return "auto" if fast else "float32"
 
 
 class ServerError(RuntimeError):

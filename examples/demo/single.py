@@ -22,7 +22,6 @@ from pathlib import Path
 import httpx
 import psutil
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.lib import report
@@ -202,11 +201,13 @@ def run(server: Server, tasks: Sequence[Task], *, cut: bool) -> list[Result]:
         return ids
 
     results = []
-    turns = list(itertools.product(range(ORDERS), enumerate(tasks)))
-    for turn, (i, task) in track(turns, "requests", console=console, transient=True):
-        prompt = Prompt(task, orders(i, len(task.documents))[turn], SURFACES[(i + turn) % len(SURFACES)], cut)
-        path, body = prompt.request(token_ids)
-        results.append(Result(prompt, ask(server.url, path, body)))
+    with report.progress(console, ORDERS * len(tasks)) as steps:
+        for turn, (i, task) in itertools.product(range(ORDERS), enumerate(tasks)):
+            order, surface = orders(i, len(task.documents))[turn], SURFACES[(i + turn) % len(SURFACES)]
+            prompt = Prompt(task, order, surface, cut)
+            path, body = prompt.request(token_ids)
+            results.append(Result(prompt, ask(server.url, path, body)))
+            steps.done()
     return results
 
 
