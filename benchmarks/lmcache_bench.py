@@ -36,7 +36,7 @@ from .lib.gate import reporting_failures
 from .lib.pretrained import SMOLLM2, MissingModel, find
 from .lib.processes import launch
 from .lib.report import seconds
-from .lib.serving import Server, ServerError
+from .lib.serving import Server, ServerError, fast_dtype
 from .lib.stats import Spread
 from .services import ServiceMissing, require_lmcache
 
@@ -100,6 +100,7 @@ class Serving:
 
     def server(self, segment: dict[str, Any] | None) -> Server:
         options = ["--max-model-len", str(self.workload.longest), "--disable-uvicorn-access-log"]
+        options += ["--dtype", fast_dtype()]
         options += ["--enforce-eager"] if self.eager else []
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.threads is not None:

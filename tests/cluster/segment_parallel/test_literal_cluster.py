@@ -27,7 +27,8 @@ def cluster() -> Iterator[Cluster]:
         cache_bytes=1 << 26,
         pool_bytes=1 << 26,
         hypic={"token_texts": {"literal": True}},
-        router=("--min-gain", "-1"),  # prompts here are too short to gain by workers
+        # Prompts here are too short to gain by workers.  On a busy machine a worker may take seconds.
+        router=("--min-gain", "-1", "--straggler-min-s", "60"),
         options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
     )
     with Cluster(setup) as running:
@@ -51,10 +52,15 @@ def test_parts_have_segments_computed_by_workers(cluster: Cluster, path: str) ->
         said = {"system": task.system, "user": content}
         body = {"messages": [{"role": role, "content": content} for role, content in said.items()]}
     alone = ask(combine, path, body, f"alone {len(path)}")
-    before = combine.metrics().get(RECEIVED, 0)
-    routed = ask(cluster.router, path, body, f"routed {len(path)}")
-    assert combine.metrics()[RECEIVED] - before >= len(documents), "they came from the worker"
-    assert routed["choices"] == alone["choices"]
+    for attempt in range(10):
+        # The router does not use a worker that it has not heard of for 2 s, as on a busy machine.
+        cluster.router.ready(len(cluster.instances))
+        before = combine.metrics().get(RECEIVED, 0)
+        routed = ask(cluster.router, path, body, f"routed {len(path)} {attempt}")
+        assert routed["choices"] == alone["choices"]
+        if (received := combine.metrics().get(RECEIVED, 0) - before) >= len(documents):
+            break
+    assert received >= len(documents), "they came from the worker"
     assert routed["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
 

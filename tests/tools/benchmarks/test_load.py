@@ -430,6 +430,7 @@ def test_runs_of_lmcaches_tool_become_ratios_and_shares() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.usefixtures("one_process")
 def test_lmcaches_tool_measures(smollm2: Path, tmp_path: Path):
     options = ["--eager", "--threads", "1", "--cache-gib", "1", "--segment", '{"mode": "text"}']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,14 @@ LAYOUTS = {"vec": Layout.LINES, "vec16": Layout.LINES, "amx": Layout.PAIRS}
 """Of the kernels for x86."""
 
 
-def stored(
-    key: torch.Tensor, value: torch.Tensor, block_size: int, isa: str, table: torch.Tensor, blocks: int
-) -> torch.Tensor:
-    """A cache that holds a request's K and V in the blocks of ``table``; the rest is NaN."""
-    tokens, heads, size = key.shape
-    cache = torch.full((blocks, heads, block_size, 2 * size), float("nan"), dtype=key.dtype)
-    key_cache, value_cache = cache.view(blocks, heads, 2 * block_size, size).chunk(2, dim=2)
-    at = torch.arange(tokens)
-    slots = table[at // block_size].long() * block_size + at % block_size
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
-    return cache
+def store(
+    cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, isa: str, table: torch.Tensor, **options: Any
+) -> None:
+    """Writes a request's K and V into the blocks of ``table``, as vLLM does."""
+    tokens, (blocks, heads, block_size, width) = torch.arange(len(key)), cache.shape
+    key_cache, value_cache = cache.view(blocks, heads, 2 * block_size, width // 2).chunk(2, dim=2)
+    slots = table[tokens // block_size].long() * block_size + tokens % block_size
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -42,7 +40,8 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         key = torch.randn(longest, heads, size, generator=rng).to(dtype)
         value = torch.randn(longest, heads, size, generator=rng).to(dtype)
         table = torch.randperm(6, generator=rng)[:3].int()
-        cache = stored(key, value, block_size, isa, table, blocks=6)
+        cache = torch.full((6, heads, block_size, 2 * size), float("nan"), dtype=dtype)
+        store(cache, key, value, isa, table)
         index, of_value = cache_index(cache, isa), cache_index(cache, isa, of_value=True)
         assert layout(index, of_value) is LAYOUTS[isa]
         before = cache.clone()
@@ -66,17 +65,11 @@ def test_a_quantised_cache(kind: str, dtype: torch.dtype) -> None:
     tokens = (block_size + 7, 5)
     table = torch.tensor([[3, 1, 0], [0, 0, 0], [5, 0, 0]], dtype=torch.int32)
     cache = torch.full((6, heads, block_size, 2 * size), 0x7F, dtype=torch.uint8)  # NaN
-    key_cache, value_cache = cache.view(6, heads, 2 * block_size, size).chunk(2, dim=2)
     scales = {"k_scale": 0.25, "v_scale": 2.0}
     stored = {}
     for row, count in zip((0, 2), tokens, strict=True):
-        key, value = (torch.randn(count, heads, size, generator=rng).to(dtype) for _ in range(2))
-        at = torch.arange(count)
-        slots = table[row][at // block_size].long() * block_size + at % block_size
-        ops.cpu_attn_reshape_and_cache(
-            key, value, key_cache, value_cache, slots, isa, kv_cache_dtype=kind, **scales
-        )
-        stored[row] = key, value
+        stored[row] = [torch.randn(count, heads, size, generator=rng).to(dtype) for _ in range(2)]
+        store(cache, *stored[row], isa, table[row], kv_cache_dtype=kind, **scales)
     layer = SimpleNamespace(_k_scale_float=scales["k_scale"], _v_scale_float=scales["v_scale"])
     quantised = QuantisedCache.of(layer, kind, dtype)
     assert quantised is not None and QuantisedCache.of(layer, "auto", dtype) is None

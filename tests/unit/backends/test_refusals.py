@@ -76,10 +76,13 @@ def usual_impl() -> HypicAttentionImpl:
     return impl
 
 
-def geometry(*specs: KVCacheSpec, **options: Any) -> PoolGeometry:
+def geometry(
+    *specs: KVCacheSpec, conv_dim_first: bool = False, draft_rows: int = 0, **options: Any
+) -> PoolGeometry:
     groups = [KVCacheGroupSpec([f"layers.{i}"], spec) for i, spec in enumerate(specs)]
     config = HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64, **options})
-    return pool_geometry(KVCacheConfig(8, [], groups), config, torch.bfloat16, conv_dim_first=False)
+    caches, rest = KVCacheConfig(8, [], groups), {"conv_dim_first": conv_dim_first, "draft_rows": draft_rows}
+    return pool_geometry(caches, config, torch.bfloat16, **rest)
 
 
 def test_supported_layers() -> None:
@@ -95,14 +98,11 @@ def test_supported_layers() -> None:
 @pytest.mark.parametrize("dim_first", [False, True])
 def test_records_have_no_rows_for_drafts(dim_first: bool) -> None:
     """On GPUs vLLM's convolutions keep as many rows more as there may be drafts."""
-    found, config = [], HypicConfig.from_mapping({"pool_bytes": 1 << 24, "expected_segment_tokens": 64})
+    found, (rows, channels) = [], GDN.shapes[0]
     for drafts in (0, 2):
-        rows, channels = GDN.shapes[0]
         conv = (channels, rows + drafts) if dim_first else (rows + drafts, channels)
-        groups = [KVCacheGroupSpec(["layers.0"], replace(GDN, shapes=(conv, *GDN.shapes[1:])))]
-        caches = KVCacheConfig(8, [], groups)
-        rest = {"conv_dim_first": dim_first, "draft_rows": drafts}
-        found.append(pool_geometry(caches, config, torch.bfloat16, **rest))
+        spec = replace(GDN, shapes=(conv, *GDN.shapes[1:]))
+        found.append(geometry(spec, conv_dim_first=dim_first, draft_rows=drafts))
     assert found[0] == found[1] and found[0].linear[0].conv_rows == 3
 
 
@@ -344,9 +344,8 @@ POSITIONS = torch.tensor([0, 3, 70, 999])
 
 
 class FakeRope(RopeTap):
-    is_neox_style = True
-
-    def __init__(self, table: torch.Tensor | None) -> None:
+    def __init__(self, table: torch.Tensor | None, *, neox: bool = True) -> None:
+        self.is_neox_style = neox
         if table is not None:
             self.cos_sin_cache = table
 
@@ -357,16 +356,27 @@ def table(scale: float = 1.0) -> torch.Tensor:
 
 
 class Calls:
-    """A layer's three probe calls, right until a test breaks them."""
+    """A layer's three probe calls, right until a test breaks them.
 
-    def __init__(self, rotation: torch.Tensor | None = None) -> None:
-        rotation = table() if rotation is None else rotation
+    ``noise``: what comes before a rope differs by so much from run to run, as atomics make it; K is about 3.
+    """
+
+    def __init__(
+        self, rotation: torch.Tensor | None = None, noise: float = 0.0, *, rotated: bool = True
+    ) -> None:
+        rotation, gen = table() if rotation is None else rotation, torch.Generator().manual_seed(0)
         self.rope = FakeRope(rotation)
-        self.raw = torch.randn(4, 2, 32, generator=torch.Generator().manual_seed(0))
-        zero = rotate(self.raw, rotation[torch.zeros(4, dtype=torch.int64)], True)
-        moved = rotate(self.raw, rotation[POSITIONS], True)
-        self.zero = self.again = _Call(zero, self.rope, self.raw.flatten(1), zero.flatten(1))
-        self.moved = _Call(moved, self.rope, self.raw.flatten(1), moved.flatten(1))
+        self.raw = torch.randn(4, 2, 32, generator=gen)
+
+        def run(positions: torch.Tensor) -> _Call:
+            raw = self.raw + noise * (torch.rand(self.raw.shape, generator=gen) - 0.5)
+            if not rotated:
+                return _Call(raw.flatten(1), None, None, None)
+            key = rotate(raw, rotation[positions], True)
+            return _Call(key, self.rope, raw.flatten(1), key.flatten(1))
+
+        nowhere = torch.zeros_like(POSITIONS)
+        self.zero, self.again, self.moved = run(nowhere), run(nowhere), run(POSITIONS)
 
     def link(self) -> RopeTap | None:
         return _link("layers.7", self.zero, self.again, self.moved, POSITIONS)
@@ -389,28 +399,10 @@ def test_nope_even_if_a_rope_ran() -> None:
     assert calls.link() is None
 
 
-class NoisyCalls(Calls):
-    """What comes before a rope differs from run to run, as atomics make it; by ``size``, K being about 3."""
-
-    def __init__(self, size: float, *, rotated: bool = True) -> None:
-        super().__init__()
-        gen = torch.Generator().manual_seed(1)
-
-        def run(positions: torch.Tensor) -> _Call:
-            raw = self.raw + size * (torch.rand(self.raw.shape, generator=gen) - 0.5)
-            if not rotated:
-                return _Call(raw.flatten(1), None, None, None)
-            key = rotate(raw, table()[positions], True)
-            return _Call(key, self.rope, raw.flatten(1), key.flatten(1))
-
-        nowhere = torch.zeros_like(POSITIONS)
-        self.zero, self.again, self.moved = run(nowhere), run(nowhere), run(POSITIONS)
-
-
 def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
-    calls = NoisyCalls(5e-5)
+    calls = Calls(noise=5e-5)
     assert calls.link() is calls.rope
-    assert NoisyCalls(5e-5, rotated=False).link() is None
+    assert Calls(noise=5e-5, rotated=False).link() is None
     # What is more than that noise still shows.
     assert calls.moved.raw is not None
     calls.moved = replace(calls.moved, raw=calls.moved.raw + 1e-3)
@@ -418,7 +410,7 @@ def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
 
 
 def test_calls_that_show_nothing_are_refused() -> None:
-    NoisyCalls(0.1).refused("K of two equal runs differs by .*, too much to detect a rotary embedding")
+    Calls(noise=0.1).refused("K of two equal runs differs by .*, too much to detect a rotary embedding")
     with pytest.raises(Unsupported, match=r"did not reach layer layers.7"):
         _link("layers.7", None, None, None, POSITIONS)
 
@@ -434,27 +426,21 @@ def test_calls_that_show_nothing_are_refused() -> None:
             (lambda call, odd=odd: {"rope": FakeRope(odd)}, "FakeRope has no table of one angle per pair")
             for odd in (None, torch.zeros(1000, 2, 16), torch.zeros(1000, 64))
         ),
+        *(
+            (lambda call, other=other: {"rope": other}, "FakeRope is not the plain rotation of its table")
+            for other in (
+                FakeRope(table().roll(1, 0)),
+                FakeRope(table(1.14)),
+                FakeRope(table()[:, [*range(8, 16), *range(8)]]),
+                FakeRope(table(), neox=False),
+            )
+        ),
     ],
 )
 def test_calls_of_no_known_rope(change: Callable[[_Call], dict[str, Any]], says: str) -> None:
     calls = Calls()
     calls.moved = replace(calls.moved, **change(calls.moved))
     calls.refused(says)
-
-
-@pytest.mark.parametrize(
-    ("field", "wrong"),
-    [
-        ("cos_sin_cache", table().roll(1, 0)),
-        ("cos_sin_cache", table(1.14)),
-        ("cos_sin_cache", table()[:, [*range(8, 16), *range(8)]]),
-        ("is_neox_style", False),
-    ],
-)
-def test_another_rotation_than_its_table(field: str, wrong: object) -> None:
-    calls = Calls()
-    setattr(calls.rope, field, wrong)
-    calls.refused("FakeRope is not the plain rotation of its table")
 
 
 def test_rotation_that_loses_k() -> None:

@@ -61,9 +61,8 @@ def test_options_made_in_python_are_checked_too() -> None:
 
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'seam_toks'; expected one of .*, seam_tokens, "):
-        HypicConfig.from_mapping({"seam_toks": 8})
-    with pytest.raises(ConfigError, match=r"; did you mean 'seam_tokens'[?]$"):
+    says = r"unknown option 'seam_toks'; expected one of .*, seam_tokens, .*; did you mean 'seam_tokens'[?]$"
+    with pytest.raises(ConfigError, match=says):
         HypicConfig.from_mapping({"seam_toks": 8})
 
 
@@ -106,16 +105,11 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ({"token_ids": {"sep": 1}}, "token_ids"),
         ({"token_ids": {"sep": 1, "pdep": 1, "pad": 2}}, "must differ"),
         ({"token_ids": [1, 2, 3]}, "token_ids"),
+        *((options, "expected an object") for options in (None, [], "page_tokens=3")),
     ],
 )
-def test_bad_values_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_bad_values_are_refused_by_name(options: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HypicConfig.from_mapping(options)
     assert str(caught.value).startswith("hypic config: ")
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("options", [None, [], "page_tokens=3"])
-def test_options_must_be_an_object(options: Any) -> None:
-    with pytest.raises(ConfigError, match="expected an object"):
-        HypicConfig.from_mapping(options)

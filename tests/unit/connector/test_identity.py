@@ -156,7 +156,6 @@ CHANGES = [
     setting("load_config", "ignore_patterns", ["*-00002-*"]),
     setting("load_config", "safetensors_load_strategy", "torchao"),
     setting("cache_config", "cache_dtype", "fp8"),
-    setting("cache_config", "mamba_ssm_cache_dtype", "bfloat16"),
     setting("kernel_config", "moe_backend", "marlin"),
     setting("vllm_config", "lora_config", LoRAConfig(target_modules=["o_proj"])),
     setting("vllm_config", "lora_config", LoRAConfig(enable_tower_connector_lora=True)),

@@ -91,27 +91,17 @@ def test_what_does_not_come_is_computed(clock: Clock) -> None:
 
 
 def test_nobody_waits_for_a_request_that_has_gone() -> None:
+    """What two requests await is awaited once, and as long as one of them is there."""
     on = parallel_side()
-    admit(on, "gone", 0, hypic_remote=[0])
+    admit(on, "gone", 0, 1, hypic_remote=[0, 1])
     admit(on, "stays", 1, hypic_remote=[0])
     one, two = awaited_now(on)
     on.finished("gone", completed=False)
-    assert unawaited(next_step(on)) == [one.serial]
+    assert unawaited(next_step(on)) == [one.serial], "the other one still wants its record"
     say(on, missed=(one.serial,))
     assert on.begin_pass().segment_requests == [] and on.directory.lookup(one.key) is Lookup.MISS
     say(on, taken=(two.serial,))
     assert on.ready("stays")
-
-
-def test_two_requests_await_a_record_once() -> None:
-    on = parallel_side()
-    admit(on, "a", 0, hypic_remote=[0])
-    admit(on, "b", 0, hypic_remote=[0])
-    (place,) = awaited_now(on)
-    on.finished("a", completed=False)
-    assert unawaited(next_step(on)) == [], "the other one still wants it"
-    say(on, taken=(place.serial,))
-    assert on.ready("b")
 
 
 def test_records_go_out_once_they_are_resident_and_the_request_ends_when_they_have_arrived() -> None:

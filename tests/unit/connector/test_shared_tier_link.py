@@ -107,17 +107,14 @@ def worker() -> Iterator[Worker]:
     found.store.close()
 
 
-def test_a_record_that_was_just_computed_is_written_once(worker: Worker) -> None:
-    worker.link.submit(SaveRecord(place(1)))
-    worker.order(7)
-    assert worker.end_of(7) == "" and worker.tier.objects
-    assert worker.tier.calls.count("put") == 1 == worker.link.copies
-
-
-def test_a_record_of_the_pool_that_the_tier_lost_is_written_again(worker: Worker) -> None:
+@pytest.mark.parametrize("just_computed", [True, False])
+def test_a_record_that_the_tier_lacks_is_written_once(worker: Worker, just_computed: bool) -> None:
+    """It is being saved, or the pool has it, and the tier has lost it."""
+    if just_computed:
+        worker.link.submit(SaveRecord(place(1)))
     worker.order(7)
     assert worker.end_of(7) == "" and bytes(worker.tier.objects[object_name(place(1).key)]) == RECORD
-    assert worker.link.copies == 1
+    assert worker.tier.calls.count("put") == 1 == worker.link.copies
 
 
 def test_what_the_tier_has_is_not_even_copied(worker: Worker) -> None:

@@ -86,6 +86,7 @@ def tokens_of(text: str) -> list[int]:
         ("|abc__def|_q", {}, "abefq", [0, 1, 6, 7, 9], ["abcdef"]),
         ("_abcdefgh|q", {}, "abcdefghq", range(1, 10), []),
         ("|abcde|ABCDEF|q", {"min_segment_tokens": 2}, "abcdeABEFq", [*range(7), 9, 10, 11], ["ABCDEF"]),
+        ("|abcdef|q", {"link": "epic-0"}, "q", [6], ["abcdef"]),
         ("abcde|fghij|q", {"link": "full"}, "abcdefghijq", range(11), []),
     ],
 )
@@ -96,15 +97,9 @@ def test_streams_and_segments(
     assert (list(plan.stream), plan.positions) == (tokens_of(stream), tuple(positions))
     assert [list(s.tokens) for s in plan.segments] == [tokens_of(segment) for segment in segments]
     assert all(s.role is Role.INTERIOR for s in plan.segments) and not plan.warm_only
+    assert plan.prompt() == [t for t in tokens_of(prompt) if t not in IDS], "whatever is in records"
     is_ordinary = list(positions) == [*range(len(stream))] and not segments
     assert (plan.salt is None) == is_ordinary
-
-
-def test_same_document_twice_is_one_record_at_two_places() -> None:
-    document = run(0, 8)
-    plan = plan_of([SEP, *document, SEP, *document, SEP, 99])
-    one, two = plan.segments
-    assert one.key == two.key and (one.start, two.start) == (0, 8)
 
 
 @pytest.mark.parametrize("tail", [[], [SEP], [PAD], [PDEP]])
@@ -118,20 +113,15 @@ def test_nothing_but_primitives_is_an_error(tokens: list[int]) -> None:
         plan_of(tokens)
 
 
-def test_padding_occupies_positions_and_nothing_else() -> None:
-    plan = plan_of(tokens_of("|abc__def|_q"))
-    (segment,) = plan.segments
-    assert segment.offsets == (0, 1, 2, 5, 6, 7) and public_offsets(segment) == [2, 5]
-    assert plan.n_logical == 10
-    without = plan_of(tokens_of("|abcdef|q"))
-    assert without.segments[0].key != segment.key, "padding inside changes the record"
-
-
-def test_padding_before_a_segment_moves_it_but_not_its_record() -> None:
-    here, there = plan_of([SEP, *run(0, 8), SEP, 9]), plan_of([SEP, PAD, *run(0, 8), SEP, 9])
-    assert here.segments[0].key == there.segments[0].key
-    assert (here.segments[0].start, there.segments[0].start) == (0, 1)
-    assert here.salt != there.salt, "the stream stands elsewhere"
+def test_padding_inside_changes_a_record_and_padding_before_moves_it() -> None:
+    plain, inside, before = (
+        plan_of(tokens_of(prompt)) for prompt in ("|abcdef|q", "|abc__def|q", "|_abcdef|q")
+    )
+    (record,), (other,), (moved,) = plain.segments, inside.segments, before.segments
+    assert record.key == moved.key != other.key
+    assert other.offsets == (0, 1, 2, 5, 6, 7) and public_offsets(other) == [2, 5]
+    assert (record.start, moved.start) == (0, 1)
+    assert plain.salt != before.salt, "the stream stands elsewhere"
 
 
 @pytest.mark.parametrize("limit", ["pages", "slots"])
@@ -140,7 +130,7 @@ def test_what_does_not_fit_the_pool_is_computed_in_the_stream(limit: str) -> Non
     limits = dataclasses.replace(ROOM, **{limit: 2})
     a, b, c = run(0, 20), run(100, 20), run(200, 20)
     plan = plan_of([SEP, *a, SEP, *b, SEP, *a, SEP, *c, SEP, 9], limits=limits)
-    assert [s.tokens[0] for s in plan.segments] == [0, 100, 0]
+    assert [(s.tokens[0], s.start) for s in plan.segments] == [(0, 0), (100, 20), (0, 40)]
     assert set(c) <= set(plan.stream)
 
 
@@ -272,6 +262,7 @@ def test_every_logical_token_is_computed_or_cached_exactly_once(
         assert s.columns >= minimum and s.reused == len(read)
     assert sorted(found) == sorted(logical.items())
     assert plan.n_logical == len(placed)
+    assert plan.prompt() == list(logical.values())
     assert list(plan.positions) == sorted(plan.positions), "the stream is in logical order"
     assert len({s.key for s in plan.records}) <= slots
     assert all(s.context is None or s.context in plan.records for s in plan.segments)
@@ -423,16 +414,3 @@ def test_plans_are_frozen_and_a_function_of_their_arguments() -> None:
     assert plan_of(tokens) == plan and isinstance(plan.method, LinkMethod)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.n_logical = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("link", ["hypic", "epic-0", "full"])
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        [*run(0, 9), SEP, *run(20, 8), SEP, *run(20, 8), SEP, 9, 7],
-        [SEP, 0, 1, 2, PAD, PAD, 3, 4, 5, PDEP, 6, SEP, PAD, 9],
-        [5, 6],
-    ],
-)
-def test_the_whole_prompt_is_known_whatever_is_in_records(tokens: list[int], link: str) -> None:
-    assert plan_of(tokens, link).prompt() == [t for t in tokens if t not in IDS]

@@ -12,8 +12,6 @@ from vllm_hypic.primitives.prompt_rows import prompt_rows
 
 from .test_plan import IDS, PAD, PDEP, ROOM, SEP, SPACE, plan_of
 
-IMAGE, TEXT, QUERY = [7] * 12, list(range(100, 120)), list(range(200, 206))
-
 
 def test_ranges_of_tokens_are_segments_as_between_separators() -> None:
     """The same records, stream, positions and salt; what lies between two ranges is as behind a PDep."""

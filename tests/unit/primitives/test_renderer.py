@@ -20,6 +20,8 @@ from vllm_hypic.engine.tokenizer import refuses_model, register_mode
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
 from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, primitive_ids, split_ids
 
+from .test_tokenizer import alone
+
 register_mode()
 T = PrimitiveTexts()
 DOCUMENTS = ["The fox jumps.", " Über 東京\n", "dog"]
@@ -61,10 +63,6 @@ def segments(ids, renderer) -> list[list[int]]:
     return [p for p in split_ids(ids, primitive_ids(renderer.get_tokenizer())) if not isinstance(p, Marker)]
 
 
-def alone(stock, text: str) -> list[int]:
-    return stock.encode(text, add_special_tokens=False)
-
-
 def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
     assert type(renderer) is HypicRenderer and HypicRenderer.__bases__ == (HfRenderer,)
     own = {name for name, value in vars(HypicRenderer).items() if callable(value)}
@@ -96,10 +94,12 @@ async def test_prompts_and_chats_async(renderer):
     assert [d["prompt_token_ids"] for d in done] == [d["prompt_token_ids"] for d in expected]
 
 
-@pytest.mark.parametrize("tokenize", [True, False])
-def test_chat_messages(renderer, stock, tokenize):
+@pytest.mark.parametrize("form", ["tokens", "parts", "text"])
+def test_chat_messages(renderer, stock, form):
     messages = build_messages(system="You answer.", documents=DOCUMENTS, question="What?")
-    if tokenize:
+    if form == "parts":  # the template decides what stands between them
+        messages[-1]["content"] = [{"type": "text", "text": T.sep + t} for t in [*DOCUMENTS, "What?"]]
+    if form != "text":
         found = segments(tokens_of(renderer, messages), renderer)
     else:  # the other path: the template gives text, which is tokenised later
         tokenizer = renderer.get_tokenizer()
@@ -111,15 +111,6 @@ def test_chat_messages(renderer, stock, tokenize):
         *(alone(stock, d) for d in DOCUMENTS),
         alone(stock, "What?<|im_end|>\n<|im_start|>assistant\n"),
     ]
-
-
-def test_content_in_parts(renderer, stock):
-    """Lists of text parts; the template decides what stands between them."""
-    parts = [{"type": "text", "text": T.sep + text} for text in [*DOCUMENTS, "What?"]]
-    found = segments(tokens_of(renderer, [{"role": "user", "content": parts}]), renderer)
-    assert found[0] == alone(stock, "<|im_start|>user\n")
-    assert found[1:-1] == [alone(stock, d) for d in DOCUMENTS]
-    assert found[-1] == alone(stock, "What?<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_conversation_over_several_turns(renderer, stock):

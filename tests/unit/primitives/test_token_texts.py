@@ -45,21 +45,16 @@ def test_byte_level_tokens_give_any_text_back(text):
     assert "".join(TokenTexts(GPT2).of(ids)) == text
 
 
-def test_a_character_stands_with_its_last_token():
-    ids = ids_of(GPT2, "x🙂y")
-    assert len(ids) == 6
-    assert TokenTexts(GPT2).of(ids) == ["x", "", "", "", "🙂", "y"]
-
-
 @pytest.mark.parametrize(
     ("cut", "expected"),
     [
+        (slice(0, 6), ["x", "", "", "", "🙂", "y"]),
         (slice(1, 4), [REPLACEMENT] * 3),
         (slice(0, 3), ["x", REPLACEMENT, REPLACEMENT]),
         (slice(2, 6), [REPLACEMENT, REPLACEMENT, REPLACEMENT, "y"]),
     ],
 )
-def test_parts_of_characters_read_as_what_they_are(cut, expected):
+def test_a_character_stands_with_its_last_token_and_its_parts_read_as_what_they_are(cut, expected):
     assert TokenTexts(GPT2).of(ids_of(GPT2, "x🙂y")[cut]) == expected
 
 

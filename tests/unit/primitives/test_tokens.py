@@ -24,36 +24,6 @@ prompt_ids = partial(build_prompt_ids, ids=IDS)
 short_texts = st.text(alphabet="ab<|>", min_size=1, max_size=3)
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ({"sep": ""}, "sep='': expected a non-empty string"),
-        ({"pad": None}, "pad=None: expected a non-empty string"),
-        ({"pdep": 3}, "pdep=3: expected a non-empty string"),
-        ({"sep": "x", "pad": "x"}, "sep='x': pad has the same text; the texts must differ"),
-        ({"sep": "<<PIC", "pad": "<<PIC_SEP>>"}, "sep='<<PIC': is part of pad='<<PIC_SEP>>'"),
-        ({"literal": "no"}, "literal='no': expected true or false"),
-        ({"sep": "\ud800"}, "sep='\\ud800': not valid Unicode text"),
-    ],
-)
-def test_bad_texts_are_refused_by_name(texts, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        PrimitiveTexts(**texts)
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ((-1, 1, 2), "sep=-1: expected a token id"),
-        ((True, 1, 2), "sep=True: expected a token id"),
-        ((7, 7, 2), "must differ"),
-    ],
-)
-def test_bad_ids_are_refused_by_name(ids, message):
-    with pytest.raises(ValueError, match=message):
-        PrimitiveIds(*ids)
-
-
 def test_json_round_trip_and_its_errors():
     texts = PrimitiveTexts(sep="<<PIC_SEP>>", pad="é")
     assert PrimitiveTexts.from_json(texts.to_json()) == texts
@@ -61,6 +31,26 @@ def test_json_round_trip_and_its_errors():
     for damaged in ("{", "[]", '{"seperator": "x"}', '{"sep": ""}'):
         with pytest.raises(ValueError, match=r"token primitives|non-empty"):
             PrimitiveTexts.from_json(damaged)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PrimitiveTexts(sep=""), "sep='': expected a non-empty string"),
+        (lambda: PrimitiveTexts(pad=None), "pad=None: expected a non-empty string"),
+        (lambda: PrimitiveTexts(pdep=3), "pdep=3: expected a non-empty string"),
+        (lambda: PrimitiveTexts(sep="x", pad="x"), "sep='x': pad has the same text; the texts must differ"),
+        (lambda: PrimitiveTexts("<<PIC", pad="<<PIC_SEP>>"), "sep='<<PIC': is part of pad='<<PIC_SEP>>'"),
+        (lambda: PrimitiveTexts(literal="no"), "literal='no': expected true or false"),
+        (lambda: PrimitiveTexts(sep="\ud800"), "sep='\\ud800': not valid Unicode text"),
+        (lambda: PrimitiveIds(-1, 1, 2), "sep=-1: expected a token id"),
+        (lambda: PrimitiveIds(True, 1, 2), "sep=True: expected a token id"),
+        (lambda: PrimitiveIds(7, 7, 2), "must differ"),
+    ],
+)
+def test_bad_texts_and_ids_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
 
 
 @given(
@@ -145,12 +135,6 @@ def test_builders_refuse_with_the_place(build, given, error, message):
 CHAT = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] | trim }}[end]\n{% endfor %}"
 
 
-def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def test_the_plugin_brings_a_text() -> None:
     text = context_text(None)
     assert len(text) > 1000 and text == text.strip()
@@ -168,13 +152,12 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
         context_text(str(path))
 
 
-def test_behind_a_chat_template_it_begins_the_user_turn_and_does_not_end_it() -> None:
-    tokenizer = tokenizer_with(CHAT)
-    assert tokenizer.decode(context_tokens(tokenizer, "One page.")) == "[user]\nOne page."
-
-
-def test_without_a_usable_template_it_begins_the_prompt() -> None:
-    plain = tokenizer_with(None)
-    assert context_tokens(plain, "One page.") == tuple(plain.encode("One page."))
-    shouting = tokenizer_with("{{ messages[0]['content'] | upper }}")
-    assert context_tokens(shouting, "One page.") == tuple(plain.encode("One page."))
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [(CHAT, "[user]\nOne page."), (None, "One page."), ("{{ messages[0]['content'] | upper }}", "One page.")],
+    ids=["chat", "none", "unusable"],
+)
+def test_it_begins_the_user_turn_or_the_prompt_and_ends_neither(template: str | None, begins: str) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
+    tokenizer.chat_template = template
+    assert context_tokens(tokenizer, "One page.") == tuple(tokenizer.encode(begins))

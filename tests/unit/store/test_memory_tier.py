@@ -20,9 +20,7 @@ def opened(budget: int, clock) -> MemoryTier:
 class TestContract(ForgetsAtRestart, LocalContract, TellsAbsence):
     @pytest.fixture
     def tier(self, clock):
-        tier = opened(6 << 20, clock)
-        yield tier
-        tier.close()
+        return opened(6 << 20, clock)
 
     @pytest.fixture
     def reopen(self, clock):
@@ -36,9 +34,7 @@ class TestContract(ForgetsAtRestart, LocalContract, TellsAbsence):
 class TestBudget(BudgetContract):
     @pytest.fixture
     def small(self, clock):
-        tier = opened(self.BUDGET, clock)
-        yield tier
-        tier.close()
+        return opened(self.BUDGET, clock)
 
 
 @pytest.fixture
@@ -46,7 +42,6 @@ def tier(clock):
     tier = opened(1000, clock)
     yield tier
     tier.check_integrity()
-    tier.close()
 
 
 def test_the_buffer_itself_becomes_the_object(tier):
