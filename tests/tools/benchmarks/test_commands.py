@@ -20,7 +20,6 @@ FILES = {
     "hashes.json": '{"hash_ids": [1]}',
     "rate.jsonl": '{"kind": "trace", "version": 1, "system": "a", "rate": "fast"}\n',
 }
-REPORTING = "gpu model --device cpu", "load --url a=http://x", "lmcache-bench", "segment-parallel", "soak"
 REFUSED = [
     ("eviction --sizes 0,1", "expected numbers > 0"),
     ("eviction --sizes much", "expected numbers > 0"),
@@ -28,10 +27,14 @@ REFUSED = [
     ("eviction --trace bad.jsonl --kind rag", "expected only one of the two"),
     ("prefix --simulate --kind rag --trace none.json", "--trace and --kind: expected only one of the two"),
     ("prefix --trace none.json", "expected --simulate"),
-    *((f"gpu {command}", NO_GPU) for command in ("checks", "copies", "kernels", "model")),
+    ("gpu checks", NO_GPU),
+    ("gpu copies", NO_GPU),
+    ("gpu kernels", NO_GPU),
+    ("gpu model", NO_GPU),
     ("gpu model --device cpu --tokens 16", "segments of 16 tokens have no interior at a window of 8"),
     ("gpu model --device cpu --graph", "CUDA graphs need --device cuda"),
     ("gpu model --device cpu --segments 2,2", "expected different numbers"),
+    ("gpu model --device cpu --json /nowhere/at/all.json", "there is no folder"),
     ("load --url nowhere", "expected name=value"),
     ("load --url a=http://x --url a=http://y", "same name"),
     ("load --url a=http://x --separator 'b=# #'", "no --url has this name"),
@@ -40,6 +43,7 @@ REFUSED = [
     ("load --size tiny --hypic '{\"pool_bytes\": 5}'", "which --cache-gib"),
     ("load --size tiny --separator hypic=x", "--separator is for servers"),
     ("load --url a=http://x --per-request 9 12 --documents 8", "at most documents=8"),
+    ("load --url a=http://x --json /nowhere/at/all.json", "there is no folder"),
     ("load --url a=http://x --trace trace.jsonl --zipf 2", "--zipf shapes a generated trace"),
     ("load --url a=http://x --trace rate.jsonl", 'rate.jsonl:1: rate="fast"'),
     ('lmcache-bench --segment \'{"mode": "off"}\'', "expected a mode that finds segments"),
@@ -47,6 +51,7 @@ REFUSED = [
     ("lmcache-bench --segment text", "text"),
     ("lmcache-bench --contexts 1", "1 is not in the range"),
     ("lmcache-bench --model /nowhere", "'/nowhere' does not exist"),
+    ("lmcache-bench --json /nowhere/at/all.json", "there is no folder"),
     ("probes drift --methods full", "full recompute is the reference"),
     ("probes drift --methods hypic-8,hypic-8", "expected each method once"),
     ("probes length --methods hypic", "the seam window is missing"),
@@ -68,9 +73,10 @@ REFUSED = [
     ("segment-parallel --repeats 0", "0 is not in the range 1<=x<=100"),
     ("segment-parallel --threads 0", "0 is not in the range 1<=x<=512"),
     ("segment-parallel --seed x", "'x' is not a valid integer"),
+    ("segment-parallel --json /nowhere/at/all.json", "there is no folder"),
     ("segment-parallel --plot x.png", "No such option"),
     ("soak --minutes 0", "1<=x"),
-    *((f"{line} --json /nowhere/at/all.json", "there is no folder") for line in REPORTING),
+    ("soak --json /nowhere/x.json", "there is no folder"),
     (f'tiers --model {EXAMPLE / "model"} --hypic \'{{"store": {{"tiers": []}}}}\'', "brings its own store"),
 ]
 FAULTY = [

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.decay_attention import DecayAttentionCarry, DecayAttentionInputs, Relocation
 from vllm_hypic.backends.ops.linear_layer.arguments import StateCaches
-from vllm_hypic.pool.tensors import RetentionRecords as Records
 
 from .decaying import DecayingLayer
 from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, unwritten
@@ -35,6 +34,14 @@ class Shape:
     @property
     def decays(self) -> tuple[int, ...]:
         return (self.heads, self.K) if self.channel_gates else (self.heads,)
+
+
+@dataclass
+class Records:
+    """Fields of the pool's records."""
+
+    state: Tensor
+    log_transition: Tensor
 
 
 @dataclass

@@ -3,9 +3,9 @@ Mamba1, Mamba2, decaying linear attention.  T of a run of tokens is the exponent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ class DecayingLayer(World):
         self.added_up()[slot] *= self.most
 
 
+LayerT = TypeVar("LayerT", bound=DecayingLayer)
+
+
 def scanned(module: ModuleType, layer: DecayingLayer, batch_row: int, first: int, tokens: int) -> Tensor:
     """State after these tokens from zero."""
     run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, NONE)])])
@@ -61,12 +64,12 @@ def scanned(module: ModuleType, layer: DecayingLayer, batch_row: int, first: int
 
 
 def every_kind_composed(
-    kind: Any, added: int, shape: Any, dtype: torch.dtype, state: torch.dtype
-) -> tuple[Any, list[Composed]]:
-    """A layer of this kind and shape, and composed requests of every kind, of which one goes on from an
+    make: Callable[[int], LayerT], *, added: int = 29, query: int = 3
+) -> tuple[LayerT, list[Composed]]:
+    """The layer made for so many tokens, and composed requests of every kind, of which one goes on from an
     earlier pass; none is of batch row 3."""
-    tokens, requests = every_kind(added, 3)
-    layer = kind.make(shape, tokens, dtype, state)
+    tokens, requests = every_kind(added, query)
+    layer = make(tokens)
     for slot in range(4):
         layer.random_record(slot, slot)
     layer.added_up()[2:4] = layer.ended

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_hypic.backends.ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
 from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
-from vllm_hypic.pool.tensors import LinearRecords as Records
 
 from .layers import (
     PAD,
@@ -56,14 +54,28 @@ class Shape:
         return 2 * self.key_heads * self.K + self.heads * self.V
 
 
+@dataclass
+class Records:
+    """Fields of the pool's records."""
+
+    state: Tensor
+    conv_tail: Tensor
+    transitions: Tensor
+    block_of: Tensor
+
+
 class Layer(World):
     family = "gdn"
 
     @staticmethod
     def make(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Layer:
         """Gates as Mamba and GDN initialise them: A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
-        gen, s = torch.Generator().manual_seed(seed), shape
-        normal = partial(torch.randn, generator=gen)
+        gen = torch.Generator().manual_seed(seed)
+        s = shape
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
         bias = step_biases(gen, *s.gates)
         weights = GatedDeltaWeights.prepare(
             0.5 * normal(s.channels, s.taps),

@@ -109,6 +109,9 @@ class World:
             held = getattr(self.caches, name)
             held[slot] = torch.randn(held[slot].shape, generator=gen).to(held.dtype)
 
+    def random_record(self, slot: int, seed: int) -> None:
+        raise NotImplementedError
+
     def _operator(self, module: ModuleType, name: str, *program: Any) -> None:
         weights = [] if self.weights is None else [self.weights]
         given = self.x, *weights, self.caches, self.out, self.records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,11 @@ class Layer(DecayingLayer):
         ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
         """
         gen = torch.Generator().manual_seed(seed)
-        channels, N, normal = shape.channels, shape.N, partial(torch.randn, generator=gen)
+        channels, N = shape.channels, shape.N
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
         bias = step_biases(gen, channels)
         weights = Mamba1Weights.prepare(-torch.arange(1.0, N + 1).expand(channels, N), bias, normal(channels))
         rows = tokens + 2 * PAD

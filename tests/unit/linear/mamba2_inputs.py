@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 from vllm_hypic.backends.ops.mamba2 import Mamba2Carry, Mamba2Inputs, Mamba2Weights
-from vllm_hypic.pool.tensors import DecayRecords as Records
 
 from .decaying import DecayingLayer
 from .layers import PAD, SLOTS, amid_poison, cache, emptied, slots, step_biases, unwritten
@@ -31,6 +29,15 @@ class Shape:
     @property
     def channels(self) -> int:
         return self.heads * self.P + 2 * self.groups * self.N
+
+
+@dataclass
+class Records:
+    """Fields of the pool's records."""
+
+    state: Tensor
+    conv_tail: Tensor
+    log_transition: Tensor
 
 
 class Layer(DecayingLayer):
@@ -51,7 +58,10 @@ class Layer(DecayingLayer):
         ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
         """
         gen, s = torch.Generator().manual_seed(seed), shape
-        normal = partial(torch.randn, generator=gen)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
         bias = step_biases(gen, s.heads)
         weights = Mamba2Weights.prepare(
             0.5 * normal(s.channels, s.taps),

@@ -17,7 +17,9 @@ from vllm_hypic.backends.ops.gated_delta import reference as gated_delta
 from vllm_hypic.backends.ops.mamba1 import reference as mamba1
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2
 
-from .layers import relative
+from .decaying import NONE
+from .layers import PAD, relative, run_compose
+from .mamba2_inputs import Layer, Shape
 from .test_gated_delta import gated_delta_inputs
 
 FP32 = 1e-5
@@ -54,6 +56,23 @@ def test_the_gated_delta_rule(channel_gates: bool) -> None:
     assert relative(state, T @ before.double() + S) < FP32
 
 
+def test_mamba2() -> None:
+    """As linear attention with a decay a head: C reads what B wrote."""
+    gen = torch.Generator().manual_seed(0)
+    heads, groups, P, N = 6, 2, 24, 20
+    x = torch.randn(TOKENS, heads, P, generator=gen)
+    d, A, D = (torch.rand(*size, generator=gen) for size in ((TOKENS, heads), (heads,), (heads,)))
+    B, C = (torch.randn(TOKENS, groups, N, generator=gen) for _ in range(2))
+    before = torch.randn(heads, P, N, generator=gen)
+    key, query = (t.repeat_interleave(heads // groups, dim=1)[None] for t in (B, C))
+    out, state = naive("simple_gla").naive_recurrent_simple_gla(
+        query, key, (d[..., None] * x)[None], (-A * d)[None], 1.0, before.transpose(1, 2)[None]
+    )
+    ours, after = mamba2.scan(x, d, -A, B, C, D, before)
+    assert relative(out[0] + D[:, None] * x, ours) < FP32
+    assert relative(state[0].transpose(1, 2), after) < FP32
+
+
 def test_linear_attention_with_decays() -> None:
     """Gated linear attention, and with a constant a head, retention."""
     gen = torch.Generator().manual_seed(0)
@@ -76,7 +95,7 @@ def test_linear_attention_with_decays() -> None:
     assert relative(out[0], ours) < FP32 and relative(state[0], after[0]) < FP32
 
 
-# ---- transformers
+# ---- transformers, and PyTorch
 
 
 def test_mamba1_is_transformers() -> None:
@@ -125,3 +144,18 @@ def test_mamba2_is_transformers() -> None:
     )
     ours, after = mamba2.scan(x, F.softplus(dt.double() + bias), A, B, C, D, S)
     assert relative(theirs[0], ours) < 1e-6 and relative(state[0], after) < 1e-6
+
+
+def test_mamba2_convolves_as_torch_does() -> None:
+    layer = Layer.make(Shape(1, 1, 4, 4), 30, torch.float64)
+    run_compose(mamba2, layer, [(0, False, [(0, 30, -1, NONE)])])
+    rows, w = layer.x.mixed[PAD : PAD + 30], layer.weights
+    assert w.bias is not None
+    padded = F.pad(rows.T, (3, 0))[None]
+    total = F.conv1d(padded, w.weight.double().T[:, None], w.bias.double(), groups=12)[0].T
+    x, B, C = F.silu(total).split(4, dim=-1)
+    d = F.softplus(layer.x.dt[PAD : PAD + 30] + w.dt_bias)
+    zero = torch.zeros(1, 4, 4)
+    y, state = mamba2.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, zero)
+    assert relative(layer.outputs(0, 30), y) < 1e-12 and relative(layer.state(0), state) < 1e-12
+    assert torch.equal(layer.context(0), rows[-3:])

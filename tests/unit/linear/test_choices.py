@@ -17,46 +17,45 @@ from . import decay_inputs, layer_inputs, mamba1_inputs, mamba2_inputs
 from .decaying import NONE, TRANSITION
 from .layers import Segment, run_compose, run_segments
 
-M1, M2, DA, GD = mamba1_inputs.Shape, mamba2_inputs.Shape, decay_inputs.Shape, layer_inputs.Shape
-MAMBA2, DECAY = M2(4, 2, 16, 32), DA(3, 32, 16, rotated=16)
-F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-LAYERS = {
-    mamba1: mamba1_inputs,
-    mamba2: mamba2_inputs,
-    decay_attention: decay_inputs,
-    gated_delta: layer_inputs,
-}
+MAMBA2, DECAY = mamba2_inputs.Shape(4, 2, 16, 32), decay_inputs.Shape(3, 32, 16, rotated=16)
 
 
-@pytest.mark.parametrize(
-    ("of", "shape", "dtype", "state", "says"),
-    [
-        *((mamba1, M1(32, 16), F32, state, None) for state in (F32, BF16, F16)),
-        (mamba1, M1(24, 16), F32, F32, "24 channels with states of 16, not multiples"),
-        (mamba1, M1(32, 16), F16, F16, "inputs in torch.float16"),
-        (mamba1, M1(32, 16), F32, F64, "states in torch.float64"),
-        *((mamba2, MAMBA2, F32, state, None) for state in (F32, BF16, F16)),
-        (mamba2, M2(1, 1, 16, 8), F32, F32, "multiples"),
-        (mamba2, M2(1, 1, 16, 16, taps=5), F32, F32, "width 5"),
-        (mamba2, MAMBA2, F16, F32, "float16"),
-        (gated_delta, GD(1, 2, 16, 16), F32, F32, None),
-        (gated_delta, GD(1, 2, 8, 16), F32, F32, "multiples"),
-        (gated_delta, GD(1, 2, 16, 16), F32, BF16, "bfloat16"),
-        (decay_attention, DECAY, F32, F32, None),
-        (decay_attention, DECAY, F32, F64, "states in torch.float64"),
-        (decay_attention, DECAY, F16, F32, "inputs in torch.float16"),
-        (decay_attention, DA(1, 16, 7), F32, F32, "head sizes 16 and 7, not multiples of 16"),
-    ],
-)
-def test_what_kernels_refuse(
-    of: Any, shape: Any, dtype: torch.dtype, state: torch.dtype, says: str | None
-) -> None:
-    layer = LAYERS[of].Layer.make(shape, 4, dtype)
-    caches = replace(layer.caches, state=layer.caches.state.to(state))
-    weighed = layer.weights if of in (mamba2, gated_delta) else None
-    refusal = of.native.refuses(weighed, caches) if weighed else of.native.refuses(dtype, caches.state)
-    assert refusal is None if says is None else says in refusal
-    assert of.choose(weighed or layer.x, caches) is (of.native if says is None else of.eager)
+def test_what_mamba1s_kernels_refuse() -> None:
+    for state in (torch.float32, torch.bfloat16, torch.float16):
+        layer = mamba1_inputs.Layer.make(mamba1_inputs.Shape(32, 16), 4, state=state)
+        assert mamba1.choose(layer.x, layer.caches) is mamba1.native
+    odd = mamba1_inputs.Layer.make(mamba1_inputs.Shape(24, 16), 4)
+    assert "24 channels with states of 16, not multiples" in str(
+        mamba1.native.refuses(torch.float32, odd.caches.state)
+    )
+    assert mamba1.choose(odd.x, odd.caches) is mamba1.eager
+    assert "inputs in torch.float16" in str(mamba1.native.refuses(torch.float16, layer.caches.state))
+    assert "states in torch.float64" in str(mamba1.native.refuses(torch.float32, layer.caches.state.double()))
+
+
+def test_what_mamba2s_kernels_refuse() -> None:
+    layer = mamba2_inputs.Layer.make(MAMBA2, 4)
+    assert mamba2.choose(layer.weights, layer.caches) is mamba2.native
+    for state in (torch.bfloat16, torch.float16):
+        half = mamba2_inputs.Layer.make(MAMBA2, 4, state=state)
+        assert mamba2.choose(half.weights, half.caches) is mamba2.native
+    odd = mamba2_inputs.Layer.make(mamba2_inputs.Shape(1, 1, 16, 8), 4)
+    assert "multiples" in str(mamba2.native.refuses(odd.weights, odd.caches))
+    assert mamba2.choose(odd.weights, odd.caches) is mamba2.eager
+    wide = mamba2_inputs.Layer.make(mamba2_inputs.Shape(1, 1, 16, 16, taps=5), 4)
+    assert "width 5" in str(mamba2.native.refuses(wide.weights, wide.caches))
+    inputs = replace(layer.caches, conv=layer.caches.conv.half())
+    assert "float16" in str(mamba2.native.refuses(layer.weights, inputs))
+
+
+def test_what_the_gated_delta_kernels_refuse() -> None:
+    layer = layer_inputs.Layer.make(layer_inputs.Shape(1, 2, 16, 16), 4)
+    assert gated_delta.choose(layer.weights, layer.caches) is gated_delta.native
+    odd = layer_inputs.Layer.make(layer_inputs.Shape(1, 2, 8, 16), 4)
+    assert "multiples" in str(gated_delta.native.refuses(odd.weights, odd.caches))
+    assert gated_delta.choose(odd.weights, odd.caches) is gated_delta.eager
+    half = replace(layer.caches, state=layer.caches.state.bfloat16())
+    assert "bfloat16" in str(gated_delta.native.refuses(layer.weights, half))
 
 
 def test_a_bound_is_of_channels() -> None:
@@ -66,9 +65,22 @@ def test_a_bound_is_of_channels() -> None:
         run_segments(gated_delta.native, bounded, [Segment(0, 0, 4, 0, 4, 1)])
 
 
+def test_what_the_decay_kernels_refuse() -> None:
+    layer = decay_inputs.Layer.make(DECAY, 1)
+    assert decay_attention.choose(layer.x, layer.caches) is decay_attention.native
+    exact = layer.exact()
+    assert decay_attention.choose(layer.x, exact.caches) is decay_attention.eager
+    assert decay_attention.native.refuses(torch.float32, exact.caches.state) == "states in torch.float64"
+    assert decay_attention.native.refuses(torch.float16, layer.caches.state) == "inputs in torch.float16"
+    odd = decay_inputs.Layer.make(decay_inputs.Shape(1, 16, 7), 1)
+    says = decay_attention.native.refuses(torch.float32, odd.caches.state)
+    assert says == "head sizes 16 and 7, not multiples of 16"
+
+
 def test_what_triton_refuses_of_gated_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that has all it takes."""
-    monkeypatch.setattr(gated_delta.limits.limits, "refuses", lambda *_: None)
+    monkeypatch.setattr(
+        gated_delta.limits.limits, "refuses", lambda *_: None
+    )  # as on a GPU that has all it takes
     layer = layer_inputs.Layer.make(layer_inputs.Shape(1, 2, 16, 16), 4)
     assert gated_delta.limits.refuses(layer.weights, layer.caches) is None
     strong = replace(layer.weights, largest_beta=2.0)
@@ -107,20 +119,21 @@ def test_what_triton_refuses_of_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason() == "no Triton in this installation"
 
 
-BROKEN: dict[str, tuple[Callable[[decay_inputs.Layer], dict[str, Any]], str]] = {
-    "v": (lambda layer: {"x": replace(layer.x, v=layer.x.v.mT.contiguous().mT)}, "v must be"),
-    "g": (lambda layer: {"x": replace(layer.x, g=layer.x.g[:1])}, "g is"),
-    "out": (lambda layer: {"out": layer.out.bfloat16()}, "out is"),
-    "record": (lambda x: {"records": replace(x.records, state=x.records.state[:, :1])}, "record_state is"),
-    "shift": (lambda layer: {"table": layer.table[:5]}, "shift by -11 in a table of 5"),
-    "table": (lambda layer: {"table": layer.table[:, :3].contiguous()}, "table is"),
+BROKEN: dict[str, tuple[Callable[[decay_inputs.Layer], None], str]] = {
+    "v": (lambda layer: setattr(layer, "x", replace(layer.x, v=layer.x.v.mT.contiguous().mT)), "v must be"),
+    "g": (lambda layer: setattr(layer, "x", replace(layer.x, g=layer.x.g[:1])), "g is"),
+    "out": (lambda layer: setattr(layer, "out", layer.out.bfloat16()), "out is"),
+    "record": (lambda layer: setattr(layer.records, "state", layer.records.state[:, :1]), "record_state is"),
+    "shift": (lambda layer: setattr(layer, "table", layer.table[:5]), "shift by -11 in a table of 5"),
+    "table": (lambda layer: setattr(layer, "table", layer.table[:, :3].contiguous()), "table is"),
 }
 
 
-@pytest.mark.parametrize(("spoil", "says"), BROKEN.values(), ids=BROKEN)
-def test_bad_arguments_of_decay_attention_are_named(spoil: Callable[..., Any], says: str) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_bad_arguments_of_decay_attention_are_named(name: str) -> None:
+    spoil, says = BROKEN[name]
     layer = decay_inputs.Layer.make(DECAY, 8)
     layer.random_record(0, 0)
-    layer = replace(layer, **spoil(layer))
+    spoil(layer)
     with pytest.raises((ValueError, TypeError, IndexError), match=says):
         run_compose(decay_attention.native, layer, [(0, False, [(0, 4, 0, TRANSITION), (4, 4, -1, NONE)])])

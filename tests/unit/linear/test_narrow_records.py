@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from vllm_hypic.backends.linear.copied import capturing, reading
 from vllm_hypic.backends.linear.layout import Composed, Segments
@@ -25,7 +24,7 @@ from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 
-from .layer_inputs import SLOTS, Layer, Segment, Shape, every_kind_composed, segment_program
+from .layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, every_kind_composed, segment_program
 from .layers import relative
 from .test_layer_operators import GATES, HALF_STEP, MODULES, bound, run_compose, run_segments
 
@@ -58,13 +57,17 @@ class World:
             self.layer.records = self.runtime.pool.records(NAME, LinearRecords)
             yield made
 
-    def segments(self, module: ModuleType, rows: Tensor) -> None:
-        with self.lent(capturing, Segments(rows, (), (), ())) as program:
-            self.layer.segments(module, program.rows)
+    def run_segments(self, module: ModuleType, segments: list[Segment], cuts: list[int]) -> None:
+        ends = [*cuts, max(s.tokens for s in segments)]
+        for start, stop in zip([0, *cuts], ends, strict=True):
+            rows = segment_program(segments, start, stop)
+            with self.lent(capturing, Segments(rows, (), (), ())) as program:
+                self.layer.segments(module, program.rows)
 
-    def compose(self, module: ModuleType, rows: Tensor, ops: Tensor, shifts: None) -> None:
+    def run_compose(self, module: ModuleType, requests: list) -> None:
+        rows, ops = compose_program(requests)
         with self.lent(reading, Composed(rows, ops, torch.zeros(len(ops)))) as program:
-            self.layer.compose(module, program.rows, program.ops, shifts)
+            self.layer.compose(module, program.rows, program.ops, None)
 
 
 @pytest.mark.parametrize("cuts", [[], [40], [5, 199]])
@@ -81,7 +84,7 @@ def test_segments(module: ModuleType, channel_gates: bool, cuts: list[int]) -> N
     exact = layer.exact()
     run_segments(reference, exact, segments)
     world = World(layer)
-    run_segments(module, world, segments, cuts)
+    world.run_segments(module, segments, cuts)
     found = world.records.read(torch.tensor([s.slot for s in segments]))
     assert isinstance(found, LinearRecords)
     for number, s in enumerate(segments):
@@ -111,7 +114,7 @@ def test_compose(module: ModuleType, channel_gates: bool) -> None:
         getattr(room, name)[:] = getattr(given, name)[:4]
     room.transitions[:] = given.transitions
     world.records.write(slots, room, slots)
-    run_compose(module, world, requests)
+    world.run_compose(module, requests)
     for row, _, operations in requests:
         assert relative(layer.state(row), exact.state(row)) < bound(layer) + HALF_STEP, row
         for at, count, *_ in operations:

@@ -7,8 +7,7 @@ are rounded: 4e-3. What is no arithmetic, caches and records, is equal bit for b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches
 from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights, eager, reference
-from vllm_hypic.pool.tensors import ConvRecords as Records
 
 from .layers import (
     PAD,
@@ -30,7 +29,6 @@ from .layers import (
     World,
     amid_poison,
     cache,
-    every_kind,
     relative,
     run_compose,
     run_segments,
@@ -43,12 +41,21 @@ CHANNELS = 24
 SIZES = [1, 2, 3, 31, 64, 200]
 
 
+@dataclass
+class Records:
+    conv_tail: Tensor
+
+
 class Layer(World):
     family = "short_conv"
 
     @staticmethod
     def make(tokens: int, taps: int = 3, dtype: torch.dtype = torch.float32, bias: bool = False) -> Layer:
-        normal = partial(torch.randn, generator=torch.Generator().manual_seed(tokens + taps))
+        gen = torch.Generator().manual_seed(tokens + taps)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(*size, generator=gen)
+
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
         weights = ShortConvWeights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
@@ -131,15 +138,27 @@ def test_segments_in_any_passes(tokens: int, lo: int, length: int, cuts: set[int
 @pytest.mark.parametrize("taps", [2, 3, 4])
 @pytest.mark.parametrize("tokens", SIZES)
 def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
-    end, requests = every_kind(tokens, tokens)
-    layer = Layer.make(end, taps, dtype, bias=taps == 3)
+    layer = Layer.make(5 * tokens + 6, taps, dtype, bias=taps == 3)
     layer.resume(2)
-    for slot in range(4):
+    for slot in range(3):
         layer.record(slot)
-    # The states of a context, without a token; whatever the mode, the record overwrites.
-    context = (3, False, [(0, 0, 2, Mode.ADD), (0, 0, -1, Mode.NONE)])
-    check(run_compose, layer, [*requests, context])
-    assert torch.equal(layer.context(3), layer.records.conv_tail[2])
+    none, replace_, transition, add, restore = Mode
+    n = tokens
+    requests: list[Composed] = [
+        # a leading record, a seam, two records side by side, a query
+        (0, False, [(0, 0, 0, replace_), (0, n, 1, transition), (n, 0, 2, transition), (n, n, -1, none)]),
+        # goes on from an earlier pass; pieces shorter than the convolution's reach
+        (2, True, [(2 * n, 1, 1, transition), (2 * n + 1, 1, 2, transition), (2 * n + 2, n, -1, none)]),
+        # no leading segment; ends in a record
+        (1, False, [(3 * n + 2, n, 0, transition), (4 * n + 2, 0, -1, none)]),
+        # islands, behind which the convolution goes on until a record comes
+        (4, False, [(4 * n + 2, 2, -1, restore), (4 * n + 4, 0, 1, transition), (4 * n + 4, 1, -1, restore),
+                    (4 * n + 5, n, -1, restore), (5 * n + 5, 1, -1, none)]),
+        # the states of a context, without a token; whatever the mode, the record overwrites
+        (5, False, [(4 * n + 2, 0, 2, add), (4 * n + 2, 0, -1, none)]),
+    ]  # fmt: skip
+    check(run_compose, layer, requests)
+    assert torch.equal(layer.caches.conv[int(layer.caches.slots[5])], layer.records.conv_tail[2])
 
 
 @given(head=st.integers(0, 5), interior=st.integers(1, 12), tail=st.integers(1, 8), taps=st.integers(2, 5))

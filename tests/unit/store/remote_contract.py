@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
-from benchmarks.services import LMCacheServer, RedisServer
 from vllm_hypic.store.tiers.base import Tier, TierError
 
 from .awkward_tiers import PATIENCE_S, wait_for
@@ -17,7 +16,18 @@ from .conftest import WallClock
 from .tier_contract import THREADS, SurvivesRestart, content, got, in_threads, name, put
 
 Connect = Callable[..., Any]
-RemoteServer = RedisServer | LMCacheServer
+
+
+class RemoteServer(Protocol):
+    """Of ``benchmarks/services.py``."""
+
+    port: int
+    url: str
+
+    def start(self) -> None: ...
+    def kill(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 @contextmanager

@@ -20,7 +20,9 @@ def opened(budget: int, clock) -> MemoryTier:
 class TestContract(ForgetsAtRestart, LocalContract, TellsAbsence):
     @pytest.fixture
     def tier(self, clock):
-        return opened(6 << 20, clock)
+        tier = opened(6 << 20, clock)
+        yield tier
+        tier.close()
 
     @pytest.fixture
     def reopen(self, clock):
@@ -34,7 +36,9 @@ class TestContract(ForgetsAtRestart, LocalContract, TellsAbsence):
 class TestBudget(BudgetContract):
     @pytest.fixture
     def small(self, clock):
-        return opened(self.BUDGET, clock)
+        tier = opened(self.BUDGET, clock)
+        yield tier
+        tier.close()
 
 
 @pytest.fixture
@@ -42,6 +46,7 @@ def tier(clock):
     tier = opened(1000, clock)
     yield tier
     tier.check_integrity()
+    tier.close()
 
 
 def test_the_buffer_itself_becomes_the_object(tier):

@@ -104,14 +104,6 @@ def test_sizes(size: object, nbytes: int) -> None:
         ({"deadline_s": float("nan")}, "store.deadline_s=nan: expected"),
         ({"ttl_s": "1h"}, "store.ttl_s='1h': expected"),
         ({"queue_bytes": 0}, "store.queue_bytes=0: expected an integer >= 1"),
-        ({"tiers": [{**MEMORY, "shared": True}]}, "a tier that other engines can reach (disk, redis"),
-        (
-            {"tiers": [{"type": "lmcache", "l1_bytes": 1, "shared": "x"}]},
-            "shared='x': expected a tier that other engines",
-        ),
-        ({"tiers": [{**REDIS, "shared": 1}]}, "shared=1: expected true, false, or the name that all engines"),
-        ({"tiers": [{**DISK, "shared": "a b"}]}, "store.tiers[0].shared='a b': expected true, false, or"),
-        ({"tiers": [{**SERVER, "shared": ""}]}, "store.tiers[0].shared='': expected true, false, or"),
     ],
 )
 def test_what_is_not_allowed_is_named(options: dict[str, Any], message: str) -> None:
@@ -197,3 +189,18 @@ OTHERS = [
 )
 def test_the_same_tier_or_another(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     assert (identities(one) == identities(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ({**MEMORY, "shared": True}, "a tier that other engines can reach (disk, redis"),
+        ({"type": "lmcache", "l1_bytes": 1, "shared": "x"}, "shared='x': expected a tier that other engines"),
+        ({**REDIS, "shared": 1}, "shared=1: expected true, false, or the name that all engines give the"),
+        ({**DISK, "shared": "a b"}, "store.tiers[0].shared='a b': expected true, false, or"),
+        ({**SERVER, "shared": ""}, "store.tiers[0].shared='': expected true, false, or"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(tier: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        with_tiers(tier)

@@ -20,11 +20,15 @@ from vllm_hypic.store.tiers.base import TierError
 
 from .awkward_tiers import AwkwardTier, full, name
 from .conftest import ManualClock
-from .stores import SIZE, content
 
+SIZE = 16
 NAMES = st.integers(0, 3)
 TIERS = st.integers(0, 2)
 OPERATIONS = st.sampled_from(["get", "put", "delete", "clear", "used", "pin", "expire"])
+
+
+def content(i: int) -> bytes:
+    return bytes([i]) * SIZE
 
 
 class StoreMachine(RuleBasedStateMachine):
