@@ -228,11 +228,15 @@ def machine(words: Vocabulary, runs: int, steps: int = 50) -> type[TestCase]:
     return case
 
 
+def long(case: type[TestCase]) -> type[TestCase]:
+    return pytest.mark.slow(pytest.mark.timeout(2400)(case))
+
+
 TestSchedulerMachine = machine(WHOLE, 120)
-TestLongSchedulerMachine = pytest.mark.slow(machine(WHOLE, 1000, 100))
+TestLongSchedulerMachine = long(machine(WHOLE, 1000, 100))
 TestForkingSchedulerMachine = machine(FORKS, 80)
-TestLongForkingSchedulerMachine = pytest.mark.slow(machine(FORKS, 1000, 100))
+TestLongForkingSchedulerMachine = long(machine(FORKS, 1000, 100))
 TestPrefixSchedulerMachine = machine(PREFIXES, 60)
-TestLongPrefixSchedulerMachine = pytest.mark.slow(machine(PREFIXES, 300))
+TestLongPrefixSchedulerMachine = long(machine(PREFIXES, 300))
 TestOneMemorySchedulerMachine = machine(ONE_MEMORY, 60)
-TestLongOneMemorySchedulerMachine = pytest.mark.slow(machine(ONE_MEMORY, 300))
+TestLongOneMemorySchedulerMachine = long(machine(ONE_MEMORY, 300))
