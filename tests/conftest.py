@@ -86,22 +86,13 @@ def as_users_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "launch", processes.launch)
 
 
-def _pretrained(name: str) -> Path:
-    """Return the model's folder; the test skips where nobody has fetched the model."""
-    try:
-        return pretrained.find(name)
-    except pretrained.MissingModel as e:
-        pytest.skip(str(e))
-
-
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    return _pretrained(pretrained.SMOLLM2)
-
-
-@pytest.fixture(scope="session")
-def gemma3() -> Path:
-    return _pretrained(pretrained.GEMMA3)
+    """The folder of SmolLM2-135M-Instruct; skips where nobody has fetched it."""
+    try:
+        return pretrained.find(pretrained.SMOLLM2)
+    except pretrained.MissingModel as e:
+        pytest.skip(str(e))
 
 
 @cache
