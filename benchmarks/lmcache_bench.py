@@ -33,7 +33,7 @@ from vllm_hypic.harness.settings import with_options
 
 from .lib import report
 from .lib.gate import reporting_failures
-from .lib.pretrained import SMOLLM2, MissingModel, find
+from .lib.pretrained import SMOLLM2, MissingModel, find_model
 from .lib.processes import launch
 from .lib.report import seconds
 from .lib.serving import Server, ServerError, fast_dtype
@@ -92,6 +92,7 @@ class Serving:
     """How servers are started; what is not named is vLLM's default."""
 
     model: Path
+    dtype: str
     threads: int | None
     eager: bool
     cache_bytes: int
@@ -100,7 +101,7 @@ class Serving:
 
     def server(self, segment: dict[str, Any] | None) -> Server:
         options = ["--max-model-len", str(self.workload.longest), "--disable-uvicorn-access-log"]
-        options += ["--dtype", fast_dtype()]
+        options += ["--dtype", self.dtype]
         options += ["--enforce-eager"] if self.eager else []
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.threads is not None:
@@ -318,10 +319,11 @@ def lmcache_bench(
     report.check_outputs(json_path, None)
     try:
         require_lmcache()
-        folder = model or find(SMOLLM2)
+        folder = model or find_model(SMOLLM2)
     except (ServiceMissing, MissingModel) as e:
         raise click.UsageError(str(e)) from e
-    serving = Serving(folder, threads, eager, int(cache_gib * 2**30), Workload(**workload))
+    dtype = "auto" if model else fast_dtype()  # a model of the user may have layers that need its own dtype
+    serving = Serving(folder, dtype, threads, eager, int(cache_gib * 2**30), Workload(**workload))
     to = report.console()
     turns = [None, *(segment for _ in range(repeats) for mode in modes for segment in (mode, None))]
     runs: list[Run] = []

@@ -90,7 +90,7 @@ def as_users_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct; skips where nobody has fetched it."""
     try:
-        return pretrained.find(pretrained.SMOLLM2)
+        return pretrained.find_model(pretrained.SMOLLM2)
     except pretrained.MissingModel as e:
         pytest.skip(str(e))
 

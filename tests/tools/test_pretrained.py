@@ -41,14 +41,14 @@ def test_where_models_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_is_not_there_says_how_to_get_it(tool: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "models/SmolLM2-135M-Instruct"
     with pytest.raises(pretrained.MissingModel, match="make models") as caught:
-        pretrained.find(SMOLLM2)
+        pretrained.find_model(SMOLLM2)
     assert str(folder) in str(caught.value)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")  # what an interrupted copy leaves
     with pytest.raises(pretrained.MissingModel):
-        pretrained.find(SMOLLM2)
+        pretrained.find_model(SMOLLM2)
     (folder / pretrained.MADE_FROM).write_text("{}")
-    assert pretrained.find(SMOLLM2) == folder
+    assert pretrained.find_model(SMOLLM2) == folder
 
 
 @pytest.mark.parametrize(("name", "arguments"), [(SMOLLM2, []), (GEMMA3, [GEMMA3])])

@@ -31,7 +31,6 @@ from vllm_hypic.pool.step import (
 
 CPU = torch.device("cpu")
 TOKENS = 24
-NO_COLUMNS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class Request:
     name: str
     plan: StreamPlan | tuple[CapturePlan, ...] | None
     cuts: tuple[int, ...]
+
+
+def _gaps(places: list[int]) -> list[tuple[int, int]]:
+    """Ranges between neighbouring places: no compose point and no end of a pass is inside one."""
+    return list(pairwise(sorted({0, *places, TOKENS})))
 
 
 @st.composite
@@ -57,9 +61,7 @@ def requests(draw: st.DrawFn, name: str) -> Request:
             for n, at in enumerate(ats)
         )
         columns = np.arange(len(points))
-        # No compose point and no end of a pass is inside an island.
-        gaps = list(pairwise(sorted({0, *ats, *cuts})))
-        islands = tuple(draw(st.lists(st.sampled_from(gaps), unique=True, max_size=3)))
+        islands = tuple(draw(st.lists(st.sampled_from(_gaps([*ats, *cuts])), unique=True, max_size=3)))
         plan = StreamPlan(
             np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()), tuple(sorted(islands))
         )
@@ -202,16 +204,13 @@ def check_stock(
     return tokens
 
 
-def chunk(plan: StreamPlan, s0: int, s1: int) -> ComposedRow:
-    """Stream tokens [s0, s1) of a request that is alone in its batch."""
-    return composed_row(BatchRow(0, 0, s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
-
-
 def test_shifts_stand_beside_the_operations_of_their_records() -> None:
+    columns = np.zeros(0, dtype=np.int64)
     shifts = {0: 0, 1: 40, 2: -3, -1: 0}
     points = tuple(ComposePoint(6, slot, 0, slot == 0, shift=shifts[slot]) for slot in range(3))
-    plan = StreamPlan(np.arange(TOKENS), TOKENS, points, NO_COLUMNS, NO_COLUMNS, True, ((2, 4),))
-    composed = chunk(plan, 0, 9)
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, points, columns, columns, True, ((2, 4),))
+    row = BatchRow(0, 0, 9, 0, 9)
+    composed = composed_row(row, StreamTensors.of(plan, CPU))
     work = linear_step(StepContext([composed], [], CPU, contexts=[composed]), 64)
     for part in (work.composed, work.contexts):
         assert part is not None and part.shifts.dtype == torch.int64
@@ -220,11 +219,13 @@ def test_shifts_stand_beside_the_operations_of_their_records() -> None:
 
 def test_a_page_that_grows_leaves_states_at_its_end() -> None:
     """Until then its rows are stock code's; also where it begins with a record that is read."""
-    plan = CapturePlan(0, 4, 7, NO_COLUMNS, None, True, has_context=True, grows=True)
-    reading = StreamPlan(np.arange(8, 12), 12, (ComposePoint(0, 3, 8, True),), NO_COLUMNS, NO_COLUMNS, True)
+    columns = np.zeros(0, dtype=np.int64)
+    plan = CapturePlan(0, 4, 7, columns, None, True, has_context=True, grows=True)
+    reading = StreamPlan(np.arange(8, 12), 12, (ComposePoint(0, 3, 8, True),), columns, columns, True)
     for s0, s1 in ((0, 2), (2, 3), (3, 4), (0, 4)):
-        composed = chunk(reading, s0, s1)
-        work = linear_step(StepContext([composed], [capture_row("a", composed.row, plan)], CPU), 64)
+        row = BatchRow(0, 0, s1 - s0, s0, s1)
+        composed = composed_row(row, StreamTensors.of(reading, CPU))
+        work = linear_step(StepContext([composed], [capture_row("a", row, plan)], CPU), 64)
         assert (work.composed is not None) is ((s0, s1) == (0, 2))
         assert (work.contexts is not None) is ((s0, s1) == (0, 4))
         ends = [r for part in work.segments for r in unpack(part.rows, SegmentRow)]
@@ -235,12 +236,14 @@ def test_a_page_that_grows_leaves_states_at_its_end() -> None:
 
 def test_a_pass_that_cuts_an_island_is_an_error() -> None:
     """Its state would be taken for the request's."""
-    plan = StreamPlan(np.arange(TOKENS), TOKENS, (), NO_COLUMNS, NO_COLUMNS, True, ((4, 8), (8, 12)))
+    columns = np.zeros(0, dtype=np.int64)
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, (), columns, columns, True, ((4, 8), (8, 12)))
+    stream = StreamTensors.of(plan, CPU)
     for s0, s1 in ((0, 6), (5, 8), (6, 20), (8, 11)):
         with pytest.raises(RuntimeError, match="cuts an island"):
-            linear_step(StepContext([chunk(plan, s0, s1)], [], CPU), 64)
+            linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
     for s0, s1 in ((0, 4), (0, 8), (4, 8), (8, 12), (12, 20)):
-        linear_step(StepContext([chunk(plan, s0, s1)], [], CPU), 64)
+        linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
 
 
 def test_layers_share_one_layout() -> None:
@@ -260,3 +263,29 @@ def test_neighbours_are_taken_as_a_slice() -> None:
     stock = stock_rows(between, [0, 2, 11, 13], [1, 0, 1], 0)
     assert stock is not None and isinstance(stock.tokens, torch.Tensor)
     assert stock.tokens.tolist() == [0, 1, 11, 12]
+
+
+def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
+    """The composed chunks end at the first block boundary after the last compose point."""
+    plan = StreamPlan(
+        positions=np.arange(200, dtype=np.int64),
+        n_logical=200,
+        points=(ComposePoint(10, 0, 0, True), ComposePoint(70, 1, 0, False)),
+        slot_mapping=np.zeros(0, dtype=np.int64),
+        kv_positions=np.zeros(0, dtype=np.int64),
+        use_transition=True,
+    )
+    stream = StreamTensors.of(plan, CPU)
+    cases = {  # stream indices of the pass -> those of the rest
+        (0, 200): (128, 200),
+        (0, 128): None,
+        (0, 60): None,
+        (64, 130): (128, 130),
+        (60, 75): None,
+    }
+    for (s0, s1), expected in cases.items():
+        row = BatchRow(0, 5, 5 + s1 - s0, s0, s1)
+        work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 64)
+        rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in work.rest]
+        assert rest == ([] if expected is None else [expected]), (s0, s1)
+    assert linear_step(StepContext([composed_row(BatchRow(0, 0, 10, 100, 110), stream)], [], CPU), 64).empty
