@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from ..config.drafting import refusal as refusal_of_drafts
 from ..config.drafting import see_text_alike
-from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
+from ..config.engine import CONNECTOR, MULTI, SECTION, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import (
     bailing_config,
@@ -26,7 +26,7 @@ from ..patches import (
 from ..pool.families import NOT_SERVED, family_in
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
 logger = init_logger("vllm.hypic.activation")
@@ -46,12 +46,9 @@ def choose(args: EngineArgs) -> bool:
     """
     if not _backend_is_hypic(args):
         return False
-    from .tokenizer import publish_texts
-
     config = _config(args)
     _use("scheduler_cls", args, None, SCHEDULER)
     _use_worker(args)
-    publish_texts(config.token_texts)
     _use_connector(args, config)
     # vLLM hashes this field, so a compiled model of this engine never serves a stock engine, or vice versa.
     args.additional_config = {**(args.additional_config or {}), SECTION: config.to_mapping()}
@@ -61,6 +58,8 @@ def choose(args: EngineArgs) -> bool:
 def complete(config: VllmConfig) -> None:
     """Check and set the options that depend on the finished configuration.
     Raises :class:`ConfigError` for configurations that are not supported."""
+    from .tokenizer import use_mode
+
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     if config.kv_transfer_config.kv_connector != CONNECTOR:
         config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
@@ -72,6 +71,11 @@ def complete(config: VllmConfig) -> None:
     if config.use_v2_model_runner:
         raise ConfigError(
             "--attention-backend hypic needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    if envs.VLLM_USE_RUST_FRONTEND:
+        raise ConfigError(
+            "--attention-backend hypic: VLLM_USE_RUST_FRONTEND=1: vLLM's Rust front end reads no separators, "
+            "parts or options of segments; unset the variable"
         )
     if config.model_config.runner_type != "generate":
         raise ConfigError(
@@ -87,7 +91,7 @@ def complete(config: VllmConfig) -> None:
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
     _look_at_drafting(config)
-    _use_tokenizer(config)
+    use_mode(config.model_config, config_of(config))
     _use_options(config, config_of(config).for_model(config.model_config))
     _take_what_is_signed_off(config)
     if config_of(config).segment_parallel is not None and config.parallel_config.data_parallel_size > 1:
@@ -99,6 +103,23 @@ def complete(config: VllmConfig) -> None:
     _look_at_gate(config)
     engine_interrupt.apply()
     engine_parent.apply(_give_time_to_end(config))
+
+
+def complete_renderer(args: EngineArgs, model: ModelConfig) -> None:
+    """Make the front end of ``vllm launch render --attention-backend hypic`` read primitives.
+
+    Such a server creates a configuration of the model alone.  Arguments that :func:`choose` has completed
+    belong to an engine, and their model stays unchanged here, as does the model of another backend.
+    """
+    if args.scheduler_cls == SCHEDULER or not _backend_is_hypic(args):
+        return
+    from .tokenizer import use_mode
+
+    use_mode(model, _config(args))
+    logger.warning(
+        "a prompt that is rendered here does not carry its messages to the engine, "
+        "so hypic_segment_mode='structure' finds the segments of mode 'text' there; separators work"
+    )
 
 
 def _refuse_executors(parallel: ParallelConfig) -> None:
@@ -211,17 +232,6 @@ def _use_v1_model_runner() -> None:
     if envs.VLLM_USE_V2_MODEL_RUNNER is None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         logger.info("hypic sets VLLM_USE_V2_MODEL_RUNNER=0: vLLM's V2 model runner is not supported")
-
-
-def _use_tokenizer(config: VllmConfig) -> None:
-    """Switch to tokenizer mode ``hypic``, unless vLLM has a special tokenizer mode for this model."""
-    from .tokenizer import refuses_model
-
-    model = config.model_config
-    if (reason := refuses_model(model)) is None:
-        model.tokenizer_mode = TOKENIZER_MODE
-    elif config_of(config).token_ids is None:
-        raise ConfigError(f"--attention-backend hypic: {reason}")
 
 
 def _take_what_is_signed_off(config: VllmConfig) -> None:

@@ -21,11 +21,10 @@ from vllm.renderers.chat_utils import has_non_text_content, load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine import EngineCoreRequest
 
-from ..config.engine import TOKENIZER_MODE, HypicConfig
+from ..config.engine import HypicConfig
 from ..connector.build import primitive_ids_of
 from ..engine.front_end import reason_not_to_cut
-from ..engine.tokenizer import publish_texts, refuses_model, register_mode
-from ..errors import ConfigError
+from ..engine.tokenizer import register_mode, use_mode
 
 EXPECTED = "expected a request with messages or prompt, by itself or as the body in a line of an OpenAI batch"
 
@@ -70,14 +69,10 @@ class FrontEnd:
         self, model: Path, config: HypicConfig, chat_template: str | None, engine_args: Mapping[str, Any]
     ) -> None:
         register_mode()
-        publish_texts(config.token_texts)
         model_config = EngineArgs(model=str(model), **engine_args).create_model_config()
         # The command computes nothing, so this machine need not support the quantisation.
         model_config.quantization = None
-        if (reason := refuses_model(model_config)) is None:
-            model_config.tokenizer_mode = TOKENIZER_MODE
-        elif config.token_ids is None:
-            raise ConfigError(reason)
+        use_mode(model_config, config)
         self.model_config = model_config
         vllm_config = VllmConfig(model_config=model_config)
         self._renderer = renderer_from_config(vllm_config)

@@ -101,11 +101,8 @@ class Client:
 
     def idle(self) -> dict[str, float]:
         """Metrics once nothing runs and nothing is held."""
-        return self.server.wait_for_metrics(
-            lambda m: (
-                not (m["vllm:hypic_pinned"] or m["vllm:hypic_waiting"] or m["vllm:num_requests_running"])
-            )
-        )
+        names = [f"vllm:{name}" for name in ("hypic_pinned", "hypic_waiting", "num_requests_running")]
+        return self.server.wait_for_metrics(lambda m: not any(m[name] for name in names))
 
 
 def text(answer: Mapping[str, Any]) -> str:
@@ -116,6 +113,11 @@ def text(answer: Mapping[str, Any]) -> str:
 
 def cached(answer: Mapping[str, Any]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def outcome(answer: Mapping[str, Any]) -> tuple[str, int]:
+    """The only choice's text, and how many tokens were cached."""
+    return text(answer), cached(answer)
 
 
 @pytest.fixture(scope="session")
@@ -170,7 +172,7 @@ def byte_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
         *("--chat-template", str(template)),
         *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out"),
         env=ENV | CACHE_API | ONE_PROCESS,
         log=folder / "server.log",
     ) as server:
@@ -205,10 +207,7 @@ def save_byte_tokenizer(model: Path) -> None:
         (model / name).write_text(json.dumps({**json.loads((model / name).read_text()), **ids}))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Every test here that starts a server is an engine test."""
-    here = Path(__file__).parent
-    for item in items:
-        uses = set(getattr(item, "fixturenames", ()))
-        if here in item.path.parents and uses & {"server", "_server", "byte_server"}:
-            item.add_marker(pytest.mark.engine)
+    if {"server", "_server", "byte_server"}.intersection(getattr(item, "fixturenames", ())):
+        item.add_marker(pytest.mark.engine)

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from benchmarks.lib.serving import Server, ServerError
 from vllm_hypic import register
 from vllm_hypic.config.drafting import refusal, see_text_alike
-from vllm_hypic.config.engine import config_of
+from vllm_hypic.config.engine import TOKENIZER_MODE, config_of
 from vllm_hypic.connector.multi_connector import MultiConnector
 from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choose, complete
 from vllm_hypic.engine.drafter import ComposingDrafter
@@ -131,6 +131,19 @@ def test_workers_are_not_added_while_others_serve():
     config.parallel_config.enable_elastic_ep = True
     with pytest.raises(ConfigError, match="--enable-elastic-ep: running workers do not join"):
         complete(config)
+
+
+def test_the_front_end_is_vllms_python_one(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(
+        ConfigError, match="VLLM_USE_RUST_FRONTEND=1: vLLM's Rust front end reads no separators"
+    ):
+        arguments().create_engine_config()
+
+
+@pytest.mark.parametrize(("backend", "mode"), [("hypic", TOKENIZER_MODE), (None, "auto")])
+def test_a_rendering_server_reads_primitives(backend, mode):
+    assert arguments(attention_backend=backend).create_model_config().tokenizer_mode == mode
 
 
 @pytest.mark.engine

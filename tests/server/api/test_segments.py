@@ -1,13 +1,14 @@
 """Segments found in ordinary requests of a real server: ids as ever, records in any order."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.lib.serving import Server
 
-from .conftest import answered
+from .conftest import ENV, answered, post
 
 CUT = {"hypic_segment_mode": "text"}
 SEP = "<|hypic_sep|>"
@@ -71,3 +72,31 @@ def test_prompts_without_segments_and_with_separators_are_answered_as_ever(byte_
     for asked, mode in ((prompt, "text"), (chat, "structure")):
         without, found = (ask(byte_server, asked, extra) for extra in ({}, {"hypic_segment_mode": mode}))
         assert found["choices"] == without["choices"] and cached(found) >= sum(map(len, documents)) - 3 * 16
+
+
+class Renderer(Server):
+    """A ``vllm launch render MODEL OPTIONS...`` process, which has no engine."""
+
+    @property
+    def command(self) -> list[str]:
+        return ["vllm", "launch", "render", *super().command[2:]]
+
+
+@pytest.mark.slow
+def test_chats_rendered_elsewhere_have_the_same_segments(byte_server: Server, tmp_path: Path) -> None:
+    chat = ("--chat-template", byte_server.options[byte_server.options.index("--chat-template") + 1])
+    documents = [document(("rendered", i)) for i in range(3)]
+    asked = {"messages": [{"role": "user", "content": SEP.join(["Answer.", *documents, "Which?"])}]}
+    here = ask(byte_server, asked | {"cache_salt": "here"}, {})
+    options = ("--attention-backend", "hypic", *chat)
+    with Renderer(byte_server.model, *options, env=ENV, log=tmp_path / "render.log") as renderer:
+        body = asked | {"max_tokens": 8, "temperature": 0, "cache_salt": "there"}
+        rendered = answered(renderer, "/v1/chat/completions/render", body)
+        parts = {"messages": [{"role": "user", "content": [{"type": "hypic_sep"}]}]}
+        assert post(renderer, "/v1/chat/completions/render", parts).status_code == 400
+        assert "finds the segments of mode 'text' there" in renderer.log.read_text()
+    assert rendered["token_ids"] == ids(here)
+    cold, warm = (answered(byte_server, "/inference/v1/generate", rendered) for _ in range(2))
+    assert cached(cold) == 0 and cached(warm) >= sum(map(len, documents)) - 3 * 16
+    for there in (cold, warm):
+        assert there["choices"][0]["token_ids"] == here["choices"][0]["token_ids"]
