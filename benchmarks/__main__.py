@@ -20,6 +20,7 @@ from .scale import scale
 from .seam import seam
 from .segment_parallel import segment_parallel
 from .soak import soak_command
+from .steady import steady
 from .tiers import tiers
 from .ttft import ttft, ttft_length, ttft_segments
 
@@ -49,6 +50,7 @@ main.add_command(tiers)
 main.add_command(scale)
 main.add_command(segment_parallel)
 main.add_command(soak_command, "soak")
+main.add_command(steady)
 
 
 if __name__ == "__main__":

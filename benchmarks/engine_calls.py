@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from vllm_hypic.harness.engine_calls import Answer, Ask, add, forget_streams, generate, scheduler_of
 
 # -- calls, profiles and memory -----------------------------------------------------------------------------
@@ -43,6 +45,11 @@ def hypic_calls(llm: Any) -> dict[str, int]:
     """Return how often each operator of the plugin has run."""
     [calls] = llm.collective_rpc("hypic_calls")
     return dict(calls)
+
+
+def resident_bytes(llm: Any) -> int:
+    """Return the memory of the engine's process."""
+    return int(psutil.Process().memory_info().rss)
 
 
 CUSTOM = ("vllm::", "vllm_hypic::", "_C::")

@@ -244,7 +244,7 @@ def load(
             _refuse_trace_options(context)
             trace = traces.load(trace_path)
         else:
-            ids = vocabulary or (30_000 if folder is None else _vocabulary(folder))
+            ids = vocabulary or (30_000 if folder is None else vocabulary_of(folder))
             trace = traces.generate(TraceSettings(**drawn, requests=settings.needed, vocabulary=ids))
     except TraceError as e:
         raise click.UsageError(str(e)) from e
@@ -343,7 +343,7 @@ def _refuse_trace_options(context: click.Context) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} shapes a generated trace; --trace reads one")
 
 
-def _vocabulary(model: Path) -> int:
+def vocabulary_of(model: Path) -> int:
     """Where the ids of ordinary tokens end, judged by the model's ``config.json``."""
     try:
         config = json.loads((model / "config.json").read_text())
