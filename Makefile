@@ -18,8 +18,8 @@ READY := $(VENV)/.kernels
 # Test files that run side by side. Three suit two cores: tests of servers wait for a third of their time.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
-# Each of the two keeps one core busy. What they print comes in one piece, and a failure stops the target.
-FIRST := echo "Lint, and the Triton kernels in their interpreter, side by side: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton OF_TRITON="not slow"
+# What the two print comes in one piece, and a failure stops the target.
+FIRST := echo "Lint, and the Triton kernels in their interpreter: a minute or so." && $(MAKE) --no-print-directory -j2 --output-sync=target lint triton OF_TRITON="not slow"
 # The release that vllm_hypic/store/tiers/lmcache.py is written against.
 LMCACHE := lmcache==0.5.6
 # The release that vllm_hypic/segment_parallel/nixl.py is written against.
@@ -101,7 +101,7 @@ check: $(READY)
 # Where nothing has changed, pytest finds no test to run and says 5.
 # Triton decides once per process whether it interprets or compiles, so its kernels have a process of their own.
 triton: $(READY)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "$(OF_TRITON)" tests/cuda/triton || [ $$? = 5 ]
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -m "$(OF_TRITON)" tests/cuda/triton || [ $$? = 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check
