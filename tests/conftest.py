@@ -1,7 +1,5 @@
 """Settings of all tests, and how pytest-xdist shares the tests out to workers."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

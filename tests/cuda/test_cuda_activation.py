@@ -4,8 +4,6 @@ The configuration is a real one, made by vLLM on this machine; only what the pla
 pretended.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import os
@@ -108,10 +106,8 @@ def test_the_backend_alone_chooses_everything(cuda: CUDA) -> None:
 def test_the_backends_name_stands_for_flash_attention(cuda: CUDA) -> None:
     """The module where vLLM looks the class up, imported anew under another name."""
     here = importlib.util.find_spec("vllm_hypic.backends.attention.backend")
-    assert here is not None and here.origin is not None
     name = "vllm_hypic.backends.attention.backend_on_cuda"
     anew = importlib.util.spec_from_file_location(name, here.origin)
-    assert anew is not None and anew.loader is not None
     module = importlib.util.module_from_spec(anew)
     anew.loader.exec_module(module)
     assert module.HypicAttentionBackend is HypicCUDAAttentionBackend

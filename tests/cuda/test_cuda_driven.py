@@ -3,8 +3,6 @@
 Of our layers in ``driven/``; of what vLLM's kernels mean by their arguments in ``stock/``.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Behind one layer of attention composing is exact (``tests/engine/test_images.py`
 yardstick.  See ``served/gpu_runner.py`` for what is a stand-in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

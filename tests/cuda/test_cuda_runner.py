@@ -3,8 +3,6 @@
 vLLM's own dispatcher of CUDA graphs is the real one; no graph is captured or replayed.
 """
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from dataclasses import replace
@@ -36,24 +34,18 @@ from vllm_hypic.engine.cuda_graphs import ComposedBatch, ComposedGraphs
 from vllm_hypic.engine.cuda_worker import HypicGPUModelRunner
 from vllm_hypic.engine.worker import HypicModelRunner
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.pool import step as pool_step
 from vllm_hypic.pool import upload as upload_module
 from vllm_hypic.pool.decoding import Decoding
 from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
-from vllm_hypic.pool.step import (
-    Batch,
-    BatchRow,
-    StepContext,
-    StreamTensors,
-    capture_row,
-    composed_row,
-    rewritten_positions,
-)
+from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, capture_row, composed_row
 from vllm_hypic.pool.tensors import DevicePool
 from vllm_hypic.pool.upload import upload
 
 CPU = torch.device("cpu")
+Patch = pytest.MonkeyPatch
 SIZES = [1, 2, 4, 8]
 NO_LAYERS = PoolGeometry((), (), 8, 0, 0)
 PLAN = StreamPlan(
@@ -110,11 +102,7 @@ def dispatched(made: Any, requests: int) -> CUDAGraphMode:
 )
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-    mode: CUDAGraphMode,
-    plain: CUDAGraphMode,
-    ours: CUDAGraphMode,
-    drafts: int,
+    monkeypatch: Patch, mode: CUDAGraphMode, plain: CUDAGraphMode, ours: CUDAGraphMode, drafts: int
 ) -> None:
     made, step = runner(mode, drafts), StepContext([], [], CPU)
     for now, wanted in ((None, plain), (step, ours), (None, plain)):
@@ -123,9 +111,7 @@ def test_passes_with_rows_of_ours_stay_out_of_full_graphs(
 
 
 @pytest.mark.parametrize("drafts", [0, 1])
-def test_passes_that_decode_replay_graphs_with_our_operators(
-    monkeypatch: pytest.MonkeyPatch, drafts: int
-) -> None:
+def test_passes_that_decode_replay_graphs_with_our_operators(monkeypatch: Patch, drafts: int) -> None:
     """Graphs beside stock's: captured after each, found for passes of composed rows alone, and where all that
     they read of ours was written before."""
     made = runner(CUDAGraphMode.FULL_AND_PIECEWISE, drafts)
@@ -140,10 +126,10 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
     def capture(self: Any, desc: BatchDescriptor, mode: CUDAGraphMode) -> None:
         # As vLLM's dummy pass asks.
         each = self.uniform_decode_query_len
-        given = {"force_uniform_decode": True} if desc.uniform else {"force_uniform_decode": False}
         requests = desc.num_tokens // each
+        given = desc.num_tokens, requests, np.full(requests, each), each
         found, named, *_ = made._determine_batch_execution_and_padding(
-            desc.num_tokens, requests, np.full(requests, each), each, **given
+            *given, force_uniform_decode=desc.uniform
         )
         assert found is mode
         captures.append((found, named, runtime.step is not None))
@@ -163,7 +149,6 @@ def test_passes_that_decode_replay_graphs_with_our_operators(
     columns = torch.arange(5)
     plan = StreamPlan(np.arange(2), 7, (ComposePoint(1, 0, 5, False),), np.arange(5), np.arange(5), True)
     decoding = Decoding.of(["a", "b", "c"], {1: (plan, columns, columns)}, np.array([9, 9, 9]), CPU)
-    assert decoding is not None
     for step, wanted, written in (
         (StepContext([], [], CPU, decoding=decoding), CUDAGraphMode.FULL, True),
         (StepContext([], [], CPU), CUDAGraphMode.PIECEWISE, False),
@@ -195,8 +180,7 @@ def test_a_decode_pass_ends_where_something_composes() -> None:
     assert step.decoding is again.decoding is not None
     [row] = again.composed
     assert (row.row.index, row.row.q0, row.row.s0, row.row.s1) == (1, 1, 6, 7)
-    one_by_one = rewritten_positions(StepContext(list(again.composed), [], CPU))
-    assert one_by_one is not None
+    one_by_one = pool_step.rewritten_positions(StepContext(list(again.composed), [], CPU))
     made = runner(CUDAGraphMode.NONE)
     made.positions, made.uses_mrope = torch.tensor([7, 6, 99]), False
     made._rewrite_positions(again)
@@ -225,7 +209,7 @@ def test_while_vllm_starts_there_is_no_step() -> None:
     ],
 )
 def test_a_pool_that_leaves_too_few_states_is_named(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, states: bool, mode: CUDAGraphMode, refused: bool
+    monkeypatch: Patch, blocks: int, states: bool, mode: CUDAGraphMode, refused: bool
 ) -> None:
     """vLLM's own sentence names what its user cannot know to be the cause."""
     made, reached = runner(mode), list[object]()
@@ -257,9 +241,7 @@ class Layer(AttentionLayerBase):
 
 
 @pytest.mark.parametrize(("window", "each"), [(None, 2), (64, 1)])
-def test_vllm_counts_the_memory_of_our_graphs(
-    window: int | None, each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_counts_the_memory_of_our_graphs(window: int | None, each: int, monkeypatch: Patch) -> None:
     """Its own estimate, where a graph takes what is said here: those with our operators, captured beside its
     own of the same sizes, are in it."""
     made, taken, captured = runner(CUDAGraphMode.FULL_DECODE_ONLY), 3 << 20, set[BatchDescriptor]()
@@ -279,12 +261,8 @@ def test_vllm_counts_the_memory_of_our_graphs(
     monkeypatch.setattr(GPUModelRunner, "_init_minimal_kv_cache_for_profiling", minimal)
     monkeypatch.setattr(GPUModelRunner, "_freeze_gc", staticmethod(nullcontext))
     monkeypatch.setattr(HypicModelRunner, "initialize_kv_cache", lambda *given: None)
-    for name in (
-        "_create_encoder_cudagraph_manager",
-        "_cleanup_profiling_kv_cache",
-        "maybe_remove_all_loras",
-    ):
-        monkeypatch.setattr(GPUModelRunner, name, lambda *given: None)
+    for one in ("_create_encoder_cudagraph_manager", "_cleanup_profiling_kv_cache", "maybe_remove_all_loras"):
+        monkeypatch.setattr(GPUModelRunner, one, lambda *given: None)
     for name in ("set_current_vllm_config", "graph_capture"):
         monkeypatch.setattr(gpu_model_runner, name, lambda *given, **more: nullcontext())
     monkeypatch.setattr(gpu_model_runner, "current_platform", SimpleNamespace(graph_pool_handle=object))
@@ -322,8 +300,7 @@ def test_what_operators_take_is_left_to_them() -> None:
     torch.nn.Module.__init__(linear)
     linear.num_v_heads, linear.tp_size, linear.head_k_dim, linear.head_v_dim = 8, 2, 128, 128
     linear.conv_dim = 4096
-    half = torch.bfloat16
-    rows = 1000
+    half, rows = torch.bfloat16, 1000
     assert scratch_bytes([object()], rows, half) == 0
     public = scratch_bytes([attention, attention], rows, half)
     # Beside partial results, the result of span attention is the largest part.
@@ -337,9 +314,8 @@ def test_what_operators_take_is_left_to_them() -> None:
     lacking = UNFILLED_BYTES // terms * terms
     assert delta == rows * (terms + 2048 * 2) + 341 * summary + lacking + carried
     assert scratch_bytes([linear], 7, half) == 7 * (32 * terms + 2048 * 2 + summary) + carried
-    assert (
-        scratch_bytes([attention, linear, linear], rows, half) == max(public, delta - carried) + 2 * carried
-    )
+    all_of_them = scratch_bytes([attention, linear, linear], rows, half)
+    assert all_of_them == max(public, delta - carried) + 2 * carried
 
 
 def test_partial_results_are_bounded() -> None:
@@ -354,7 +330,6 @@ def test_partial_results_are_bounded() -> None:
     step = StepContext([composed_row(row, stream) for row in at_rows], [], CPU)
     runtime = HypicRuntime(DevicePool(NO_LAYERS, CPU), 0.0)
     public, heads = step.attention_rows(None, 0).merged, (16, 2, 256, torch.bfloat16)
-    assert public is not None
     pieces = span_pieces(runtime, step, public, heads)
     assert len(pieces) > 1
     at = 0
@@ -392,13 +367,12 @@ def test_logical_positions_are_written_into_the_persistent_buffers(mrope: bool) 
 
 
 def test_a_pass_without_rewritten_positions_copies_nothing() -> None:
-    capture = capture_row(
-        "b", BatchRow(0, 0, 4, 0, 4), CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
-    )
-    assert rewritten_positions(StepContext([], [capture], CPU)) is None
+    plan = CapturePlan(0, 4, 0, np.arange(4), None, leading=False)
+    capture = capture_row("b", BatchRow(0, 0, 4, 0, 4), plan)
+    assert pool_step.rewritten_positions(StepContext([], [capture], CPU)) is None
 
 
-def test_arrays_travel_together_and_keep_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_travel_together_and_keep_their_shapes() -> None:
     arrays = [np.arange(6).reshape(2, 3), np.zeros((0,), dtype=np.int64), np.array([7], dtype=np.int32)]
     packed = upload_module._packed(arrays, pinned=False)
     assert packed.tolist() == [0, 1, 2, 3, 4, 5, 7]

@@ -3,8 +3,6 @@
 Nothing here runs on a GPU, nor shows that vLLM does.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +21,7 @@ from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadata,
-    FlashAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
@@ -70,7 +63,7 @@ def test_the_stock_call_leaves_its_log_sum_exp(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(PatchError, match="supports vLLM"):
         cuda_kept_lse.apply()
     monkeypatch.setattr(kernel, "__call__", stock)
-    monkeypatch.setattr(flash_attn.FlashAttentionImpl, "forward", lambda self: None)
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self: None)
     with pytest.raises(PatchError, match="_FA4_DENSE_ATTENTION_KERNEL"):
         cuda_kept_lse.apply()
 
@@ -96,14 +89,14 @@ def test_overridden_methods_keep_their_parameters() -> None:
         (HypicCUDAMamba2, MambaMixer2, "conv_ssm_forward"),
         (HypicCUDAMamba2, MambaMixer2, "get_kv_cache_spec"),
         (HypicCUDAShortConv, ShortConv, "forward_cuda"),
-        (HypicCUDAAttentionBackend, FlashAttentionBackend, "supports_head_size"),
+        (HypicCUDAAttentionBackend, flash_attn.FlashAttentionBackend, "supports_head_size"),
     ):
         found, wanted = (list(inspect.signature(getattr(c, name)).parameters) for c in (ours, stock))
         assert found == wanted, name
 
 
 def test_metadata_has_what_is_read_and_replaced() -> None:
-    assert "block_table" in FlashAttentionMetadata.__dataclass_fields__
+    assert "block_table" in flash_attn.FlashAttentionMetadata.__dataclass_fields__
     source = inspect.getsource(HypicCUDAGatedDeltaNet.sub_batch)
     fields = set(GDNAttentionMetadata.__dataclass_fields__)
     unused = {"checkpoint", "aiter_prefill_metadata", "flashinfer_checkpoint_plan"}  # 0.33's, too
@@ -137,10 +130,9 @@ def test_mamba2_promises_no_states_inside_a_pass(monkeypatch: pytest.MonkeyPatch
     spec = MambaSpec(block_size=8, shapes=((3, 8), (1, 4, 4)), dtypes=(torch.float32,) * 2)
     monkeypatch.setattr(MambaBase, "get_kv_cache_spec", lambda self, config: spec)
     layer: Any = HypicCUDAMamba2.__new__(HypicCUDAMamba2)
-    config: Any = None
-    stock = MambaMixer2.get_kv_cache_spec(layer, config)
+    stock = MambaMixer2.get_kv_cache_spec(layer, None)
     assert isinstance(stock, MambaSpec) and stock.num_prefill_checkpoint_blocks == 1
-    assert layer.get_kv_cache_spec(config).num_prefill_checkpoint_blocks == 0
+    assert layer.get_kv_cache_spec(None).num_prefill_checkpoint_blocks == 0
 
 
 def test_our_implementation_stands_before_the_stock_one() -> None:
@@ -274,13 +266,13 @@ def test_linear_layers_ask_their_operators(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_full_graphs_of_mixed_batches(asked: CUDAGraphMode, gets: CUDAGraphMode) -> None:
     """vLLM asks the builder of each backend what it supports and settles the mode by the least."""
     builder = HypicCUDAAttentionBackend.get_builder_cls()
-    support = builder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
-    assert support is AttentionCGSupport.UNIFORM_BATCH and issubclass(builder, FlashAttentionMetadataBuilder)
-    config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
-    assert config.resolve_cudagraph_mode_and_sizes(support, "HYPIC") is gets
+    support = builder.get_cudagraph_support(None, None)
+    assert support is AttentionCGSupport.UNIFORM_BATCH
+    assert issubclass(builder, flash_attn.FlashAttentionMetadataBuilder)
     # Without the override FlashAttention 3 would keep what was asked for.
-    config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
-    assert config.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.ALWAYS, "") is asked
+    for supported, backend, mode in ((support, "HYPIC", gets), (AttentionCGSupport.ALWAYS, "", asked)):
+        config = CompilationConfig(cudagraph_mode=asked, splitting_ops=list(CompilationConfig._attention_ops))
+        assert config.resolve_cudagraph_mode_and_sizes(supported, backend) is mode
 
 
 def test_the_worker_runs_the_model_before_there_is_a_cache() -> None:

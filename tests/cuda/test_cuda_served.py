@@ -4,8 +4,6 @@ Tests of layers skip what joins them: the runner's input, the metadata that vLLM
 graph dispatch, warm-up, the link of layers and pool.  See ``served/gpu_runner.py`` for what is a stand-in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -113,13 +111,8 @@ def test_warm_answers_are_cold_ones_and_records_were_read(served: Served) -> Non
 @pytest.mark.parametrize(
     "fault",
     [
-        "no_T",
-        "T_transposed",
-        "no_conv_tail",
-        "wrong_rotation",
-        "no_public_kv",
-        "stream_positions",
-        "compose_late",
+        *("no_T", "T_transposed", "no_conv_tail", "wrong_rotation"),
+        *("no_public_kv", "stream_positions", "compose_late"),
     ],
 )
 def test_a_fault_would_show(served: Served, oracle: Oracle, fault: str) -> None:

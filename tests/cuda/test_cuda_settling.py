@@ -4,10 +4,7 @@ The device is a stand-in that answers when the test says so; the order of the ca
 ``moving/test_cuda_copies.py``.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -100,7 +97,6 @@ def late_worker(monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerConnector, LateS
 
 def capture(worker: WorkerConnector, slot: int, serial: int, *, leading: bool = False, dead: int = 0) -> None:
     """A pass that completes a record, ``dead`` heads of which have forgotten."""
-    assert worker.runtime is not None
     plan = CapturePlan(0, 4, slot, np.arange(4), None, leading, serial)
     worker.runtime.step = StepContext([], [capture_row(f"r{serial}", BatchRow(0, 0, 4, 0, 4), plan)], CPU)
     if not leading:
@@ -117,12 +113,10 @@ def test_tiles_are_reported_one_pass_later(monkeypatch: pytest.MonkeyPatch) -> N
     streams.sent[0].here = True
     assert worker.take_report() is None
     capture(worker, 1, serial=2, dead=1)
-    report = worker.take_report()
-    assert report is not None and report.transition_blocks == {1: 3}
+    assert worker.take_report().transition_blocks == {1: 3}
     streams.sent[1].here = True
     worker.end_step()
-    report = worker.take_report()
-    assert report is not None and report.transition_blocks == {2: 4}
+    assert worker.take_report().transition_blocks == {2: 4}
     worker.end_step()
     assert worker.take_report() is None
 
@@ -131,12 +125,10 @@ def test_the_row_is_read_as_the_pass_left_it(monkeypatch: pytest.MonkeyPatch) ->
     """A later pass may reuse the table's row before the copy is looked at."""
     worker, streams = late_worker(monkeypatch)
     capture(worker, 0, serial=1, dead=2)
-    assert worker.runtime is not None
     worker.runtime.pool.transition_blocks.row(0).fill_(5)
     streams.sent[0].here = True
     worker.end_step()
-    report = worker.take_report()
-    assert report is not None and report.transition_blocks == {1: 3}
+    assert worker.take_report().transition_blocks == {1: 3}
 
 
 def test_a_record_that_is_dropped_meanwhile_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,12 +138,9 @@ def test_a_record_that_is_dropped_meanwhile_is_not_reported(monkeypatch: pytest.
     capture(worker, 0, serial=2, dead=1)
     streams.sent[1].here = True
     worker.end_step()
-    report = worker.take_report()
-    assert report is not None and report.transition_blocks == {2: 4}
+    assert worker.take_report().transition_blocks == {2: 4}
     worker.absorb(HypicMetadata(dropped_slots=[0]))
-    assert worker.runtime is not None
-    pool: Any = worker.runtime.pool.transition_blocks
-    assert pool.free == BLOCKS
+    assert worker.runtime.pool.transition_blocks.free == BLOCKS
 
 
 def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,18 +155,16 @@ def test_ranks_report_a_record_together(monkeypatch: pytest.MonkeyPatch) -> None
             streams.sent[-1].here = True
         ours, theirs = (worker.take_report() for worker, _ in ranks)
         assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
-            reports.append(ours.aggregate(theirs).transition_blocks)  # type: ignore[attr-defined]
+        if ours is not None:
+            reports.append(ours.aggregate(theirs).transition_blocks)
     for worker, _ in ranks:
         worker.end_step()
     ours, theirs = (worker.take_report() for worker, _ in ranks)
-    assert ours is not None and theirs is not None
-    reports.append(ours.aggregate(theirs).transition_blocks)  # type: ignore[attr-defined]
+    reports.append(ours.aggregate(theirs).transition_blocks)
     assert reports == [{1: 5}, {2: 5}]
     for worker, _ in ranks:
-        assert worker.runtime is not None
-        pool: Any = worker.runtime.pool.transition_blocks
-        assert pool.free >= BLOCKS - 10, "a rank holds more than the scheduler counts"
+        free = worker.runtime.pool.transition_blocks.free
+        assert free >= BLOCKS - 10, "a rank holds more than the scheduler counts"
 
 
 def test_leading_records_need_none(monkeypatch: pytest.MonkeyPatch) -> None:

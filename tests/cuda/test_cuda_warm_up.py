@@ -1,7 +1,5 @@
 """No request waits for a kernel to be compiled: what a pass launches was launched before, at start-up."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

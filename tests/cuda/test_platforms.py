@@ -1,8 +1,6 @@
 """What serves each example on each generation of GPUs, and latent attention: vLLM's own choice, on pretended
 platforms; ours is made of that one."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import inspect
@@ -18,14 +16,7 @@ import torch
 import vllm.platforms
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLAAttention,
-    MLACommonBaseImpl,
-    MLACommonDecodeMetadata,
-    MLACommonImpl,
-    MLACommonMetadata,
-    MLACommonPrefillMetadata,
-)
+from vllm.model_executor.layers.attention import mla_attention as mla
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -43,6 +34,8 @@ from vllm_hypic.engine.activation import complete
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.patches import backend_name, cuda_backend_choice
 
+Pretend = Callable[[str], Any]
+"""Makes this process's platform that of a GPU of this name."""
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 EXAMPLES = sorted(path.parent.name for path in MODELS.glob("*/model"))
 CUDA_BACKEND = "vllm_hypic.backends.attention.cuda.HypicCUDAAttentionBackend"
@@ -62,7 +55,7 @@ def made() -> dict[str, VllmConfig]:
 
 
 @pytest.fixture
-def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def platform(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend]:
     """vLLM's CUDA platform of a GPU, with CUDA 13 and without its library."""
     name = "vllm._C_stable_libtorch"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -102,7 +95,6 @@ def config_of(made: VllmConfig, heads: tuple[int, int] | None, **options: Any) -
     if heads is not None:
         text.linear_key_head_dim, text.linear_value_head_dim = heads
     config.model_config.hf_text_config = text
-    assert isinstance(made.additional_config, dict)
     config.additional_config = {**made.additional_config, **options}
     return config
 
@@ -115,7 +107,7 @@ def prefill_of(config: VllmConfig) -> str:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_each_example_has_its_backends(
-    made: dict[str, VllmConfig], platform: Callable[[str], Any], name: str, gpu: str
+    made: dict[str, VllmConfig], platform: Pretend, name: str, gpu: str
 ) -> None:
     found = platform(gpu)
     config = config_of(made[name], None)
@@ -142,11 +134,7 @@ def test_each_example_has_its_backends(
     ],
 )
 def test_flash_infer_prefills_what_it_is_made_for(
-    made: dict[str, VllmConfig],
-    platform: Callable[[str], Any],
-    heads: tuple[int, int],
-    gpu: str,
-    backend: str,
+    made: dict[str, VllmConfig], platform: Pretend, heads: tuple[int, int], gpu: str, backend: str
 ) -> None:
     platform(gpu)
     config = config_of(made[EXAMPLES[0]], heads)
@@ -158,7 +146,7 @@ def test_flash_infer_prefills_what_it_is_made_for(
 
 
 def test_what_it_is_not_made_for_is_refused_where_it_is_asked_for(
-    made: dict[str, VllmConfig], platform: Callable[[str], Any]
+    made: dict[str, VllmConfig], platform: Pretend
 ) -> None:
     platform("H100")
     config = config_of(made[EXAMPLES[0]], None, gdn_prefill_backend="FlashInfer")
@@ -172,7 +160,7 @@ LATENTS = AttentionSelectorConfig(576, torch.bfloat16, "auto", None, use_mla=Tru
 
 
 @pytest.fixture
-def ampere(platform: Callable[[str], Any]) -> Any:
+def ampere(platform: Pretend) -> Any:
     """With the patch, which leaves the stock class as it is, twice."""
     found = type(platform("A100"))
     cuda_backend_choice.apply_to(found)
@@ -253,21 +241,20 @@ def test_support_of_graphs_is_never_raised(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_is_overridden_and_read_is_vllms() -> None:
-    for name, stock in (("forward_mha", MLACommonBaseImpl), ("forward_mqa", MLACommonImpl)):
+    for name, stock in (("forward_mha", mla.MLACommonBaseImpl), ("forward_mqa", mla.MLACommonImpl)):
         found, wanted = (
             list(inspect.signature(getattr(c, name)).parameters) for c in (CUDALatentAttention, stock)
         )
         assert [n.replace("kv_c_and_k_pe_cache", "kv_cache") for n in wanted] == found
-    source = inspect.getsource(MLAAttention.forward_impl)
+    source = inspect.getsource(mla.MLAAttention.forward_impl)
     # Calls by position, many rows first, whose number says whether there is such a call.
-    assert source.index("self.impl.forward_mha(") < source.index(
-        "self.impl.forward_mqa(mqa_q, kv_cache, attn_"
-    )
+    many, few = "self.impl.forward_mha(", "self.impl.forward_mqa(mqa_q, kv_cache, attn_"
+    assert source.index(many) < source.index(few)
     assert "num_mqa_tokens = attn_metadata.num_decode_tokens" in source and "if num_mha_tokens > 0" in source
     assert "self._v_up_proj(attn_out, out=mqa_output_slice)" in source
-    of_pass = {field.name for field in fields(MLACommonMetadata)}
+    of_pass = {field.name for field in fields(mla.MLACommonMetadata)}
     assert {"slot_mapping", "num_actual_tokens", "num_decodes", "num_decode_tokens"} <= of_pass
-    for kind in (MLACommonPrefillMetadata, MLACommonDecodeMetadata):
+    for kind in (mla.MLACommonPrefillMetadata, mla.MLACommonDecodeMetadata):
         assert "block_table" in {field.name for field in fields(kind)}
     # Between pieces of a compiled graph; what writes the cache is not, so nothing of ours is in there.
     assert "vllm::unified_mla_attention_with_output" in CompilationConfig._attention_ops

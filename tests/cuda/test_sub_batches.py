@@ -1,7 +1,5 @@
 """Metadata of a part of a batch is what vLLM's own builder makes of these rows alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace

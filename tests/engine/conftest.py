@@ -1,7 +1,5 @@
 """Models and engines that the engine tests share; see ``engines.py`` for how tests talk to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from inspect import Parameter, Signature
@@ -22,11 +20,8 @@ Saver = Callable[..., Path]
 Use = Callable[[Engine], object]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.engine)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,6 @@ Work is done by functions that run beside the engine: ``engine.call(function, *a
 The engine core runs in the same process, so such a function sees the scheduler and the worker.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
@@ -22,7 +20,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from lib import forked
 
@@ -62,7 +60,7 @@ class Ask:
     media: dict[str, list[Any]] = field(default_factory=dict)
     """Images and the like, by modality."""
 
-    def plain(self) -> Ask:
+    def plain(self) -> Self:
         """The same logical prompt as an ordinary request."""
         tokens = tuple(t for t in self.tokens if t not in (SEP, PDEP, PAD))
         return Ask(tokens, self.max_tokens, {}, self.salt, self.sampling, self.media)
@@ -137,8 +135,6 @@ class Engine:
         mended: Callable[[], None] | None = None,
         **engine_args: Any,
     ) -> None:
-        self.log = log
-        self.hypic = hypic
         args: dict[str, Any] = {
             "model": str(model),
             "dtype": "bfloat16",
@@ -214,7 +210,7 @@ class Engine:
     def close(self) -> None:
         self._host.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -243,12 +239,11 @@ def entry_of(ask: Ask) -> dict[str, Any]:
 def outputs_of(llm: Any, *asks: Ask, **more: Any) -> list[Any]:
     """vLLM's own outputs of requests that run together."""
     entries, params = [entry_of(ask) for ask in asks], [sampling_params(ask) for ask in asks]
-    found: list[Any] = llm.generate(entries, params, use_tqdm=False, **more)
-    return found
+    return llm.generate(entries, params, use_tqdm=False, **more)
 
 
-def generate(llm: Any, asks: Sequence[Ask]) -> list[Answer]:
-    return [answer_of(output) for output in outputs_of(llm, *asks)]
+def generate(llm: Any, asks: Sequence[Ask], **more: Any) -> list[Answer]:
+    return [answer_of(output) for output in outputs_of(llm, *asks, **more)]
 
 
 def begin(llm: Any, name: str, ask: Ask, **more: Any) -> str:

@@ -3,8 +3,6 @@
 Rounded to nearest, nothing is calibrated.  Only the linear layers of attention and MLP are quantised.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The passes are the CPU's own and happen at once; the copies are PyTorch's operators.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ POLLS = 3
 class PolledMark:
     """Done when it has been asked so often."""
 
-    def __init__(self, stream: PolledStream) -> None:
+    def __init__(self, stream: "PolledStream") -> None:
         self.stream, self.polls, self.passed = stream, POLLS, False
 
     def done(self) -> bool:

@@ -1,8 +1,6 @@
 """How many drafts are right, of composed requests beside ordinary ones: enough prompts of random models that
 two points can be told from noise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -3,8 +3,6 @@
 K and V of a model of one attention layer depend on a token alone, so composing is exact.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,18 +13,7 @@ import pytest
 from lib.oracle import random_segments
 
 from .conftest import NEW, OLD, EngineFactory
-from .engines import (
-    Answer,
-    Ask,
-    Engine,
-    EngineError,
-    answer_of,
-    begin,
-    outputs_of,
-    prompt,
-    same,
-    scheduler_of,
-)
+from .engines import Answer, Ask, Engine, EngineError, begin, generate, prompt, same, scheduler_of
 from .test_kv_events import EVENTS, LAST, published
 from .test_resets import half_computed
 from .test_store import on_disk, stored
@@ -62,7 +49,7 @@ def remove(llm: Any, adapter: Adapter) -> None:
 
 
 def answers(llm: Any, adapter: Adapter, *asks: Ask) -> list[Answer]:
-    return [answer_of(outputs_of(llm, ask, lora_request=adapter.request())[0]) for ask in asks]
+    return [generate(llm, [ask], lora_request=adapter.request())[0] for ask in asks]
 
 
 @dataclass(frozen=True)
@@ -93,8 +80,7 @@ def expected(
     found = {}
     with module_engine(one_layer_model, **ARGS) as engine:
         for kind in (OLD, NEW):
-            adapter = Adapter(str(kinds / kind), name=kind)
-            composed, plain = engine.call(answers, adapter, ASK, ASK.plain())
+            composed, plain = engine.call(answers, Adapter(str(kinds / kind), name=kind), ASK, ASK.plain())
             assert composed.tokens == plain.tokens and composed.cached == 0
             found[kind] = composed, plain
     assert found[OLD][0].tokens != found[NEW][0].tokens
@@ -106,8 +92,7 @@ def _engine(
     request: pytest.FixtureRequest, module_engine: EngineFactory, one_layer_model: Path, disk: dict[str, Any]
 ) -> Engine:
     """An engine without tiers, and one with a disk tier."""
-    options = stored(disk) if request.param == "disk" else {}
-    return module_engine(one_layer_model, options=options, **ARGS)
+    return module_engine(one_layer_model, options=stored(disk) if request.param == "disk" else {}, **ARGS)
 
 
 @pytest.fixture

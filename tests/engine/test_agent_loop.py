@@ -1,7 +1,5 @@
 """An agent's loop: a chat grows by a call and a result, and no step computes what earlier steps computed."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 from api.conftest import save_byte_tokenizer
 from api.test_segments import document
+from api.test_structure import tool
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from primitives.test_newest import CHATS
@@ -31,13 +30,7 @@ TEMPLATE = (
 )
 
 
-def tool(i: int) -> dict[str, Any]:
-    text = document(("loop", i))[:150]
-    function = {"name": f"tool{i}", "description": text, "parameters": {"type": "object"}}
-    return {"type": "function", "function": function}
-
-
-TOOLS = [tool(i) for i in range(30)]
+TOOLS = [tool(i, 150) for i in range(30)]
 
 
 def steps() -> list[list[dict[str, Any]]]:

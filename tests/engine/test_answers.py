@@ -1,8 +1,6 @@
 """What follows a prompt's prefix is captured while it is generated: the next turn goes on behind it.  Where
 drafts are looked up no state of a draft is in it, wherever pages end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -143,8 +141,7 @@ def _tight(module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, i
 def test_no_room(tight: Engine) -> None:
     """Answers that grow give way to prompts that wait, and to nobody's harm."""
     prompts = [begun(SYSTEM, [i], QUESTION) for i in range(12)]
-    asks = [Ask(prompt, GENERATED, sampling=KNOWN) for prompt in prompts]
-    together = tight.ask(*asks)
+    together = tight.ask(*(Ask(prompt, GENERATED, sampling=KNOWN) for prompt in prompts))
     assert all(len(answer.tokens) == GENERATED for answer in together)
     tight.reset()
     alone = turn(tight, prompts[0])
@@ -175,8 +172,7 @@ HYBRIDS = OTHERS | {"Olmo": partial(save_olmo_model, layer_types=LAYERS)}
     scope="module", params=["Olmo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("NemotronH", "Lfm2"))]
 )
 def _drafting(request: pytest.FixtureRequest, module_engine: EngineFactory, saved: Saver) -> Engine:
-    path = saved(HYBRIDS[request.param])
-    return module_engine(path, options=OPTIONS, speculative_config=NGRAMS, **ROOM)
+    return module_engine(saved(HYBRIDS[request.param]), options=OPTIONS, speculative_config=NGRAMS, **ROOM)
 
 
 drafting = lent("_drafting")

@@ -3,8 +3,6 @@
 As in ``test_images.py`` the models have one layer of attention, behind which composing is exact.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +109,7 @@ def offsets_of_audio(path: Path, kind: str) -> tuple[int, ...] | None:
     import torch
     import transformers
     from vllm.config import ModelConfig
-    from vllm.multimodal.inputs import (
-        MultiModalBatchedField,
-        MultiModalFeatureSpec,
-        MultiModalFieldElem,
-        MultiModalKwargsItem,
-        PlaceholderRange,
-    )
+    from vllm.multimodal import inputs
     from vllm.transformers_utils.configs.qwen3_asr import Qwen3ASRConfig
 
     from vllm_hypic.engine.media import MediaReader
@@ -130,9 +122,8 @@ def offsets_of_audio(path: Path, kind: str) -> tuple[int, ...] | None:
     ).save_pretrained(path)
     model = ModelConfig(str(path), skip_tokenizer_init=True, dtype="bfloat16")
     assert model.uses_mrope
-    frames = MultiModalFieldElem(torch.tensor(100), MultiModalBatchedField())
-    data = MultiModalKwargsItem({"audio_feature_lengths": frames})
-    [found] = MediaReader(model).of(
-        [MultiModalFeatureSpec(data, "audio", "a", PlaceholderRange(1, 13))], [0] * 20
-    )
+    frames = inputs.MultiModalFieldElem(torch.tensor(100), inputs.MultiModalBatchedField())
+    data = inputs.MultiModalKwargsItem({"audio_feature_lengths": frames})
+    audio = inputs.MultiModalFeatureSpec(data, "audio", "a", inputs.PlaceholderRange(1, 13))
+    [found] = MediaReader(model).of([audio], [0] * 20)
     return found.offsets

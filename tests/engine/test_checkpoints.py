@@ -2,8 +2,6 @@
 pool that holds a few of the records, forks, clients that leave, tenants, new weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from .engines import Answer, Ask, Engine, prompt, same
 from .engines import distance as apart
 from .test_concurrency import MAX_FLOOR, storm
 from .test_concurrency import NOISE_FACTOR as BATCHING_FACTOR
+from .test_oracle_agreement import METHODS as LINKS
 from .test_oracle_agreement import NOISE_FACTOR, Distance, composed_by, distance, expected_by, first_token
 from .test_resets import change_weights
 
@@ -72,14 +71,6 @@ def test_a_changed_document_is_resumed(engine: Engine, change: str) -> None:
     assert same(engine.ask(new)[0], wanted), "warm"
 
 
-METHODS = {
-    "hypic": ({"hypic_seam_tokens": 8}, {"head": 8, "tail": 8}),
-    "no-seams": ({"hypic_seam_tokens": 0}, {"head": 0, "tail": 0}),
-    "anchored": ({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}),
-    "dummies": ({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}),
-}
-
-
 @pytest.fixture(scope="module")
 def noise(engine: Engine, oracle: Oracle) -> Distance:
     lead, document, other, query = documents(5)
@@ -87,10 +78,10 @@ def noise(engine: Engine, oracle: Oracle) -> Distance:
     return distance([first_token(engine, t) for t in whole], [oracle.full_logprobs(t) for t in whole])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["hypic-8", "hypic-0", "seam-4-0+32", "epic-8"])
 def test_agrees(engine: Engine, oracle: Oracle, noise: Distance, method: str) -> None:
     """A record that was computed in stretches is the record."""
-    extra, options = METHODS[method]
+    extra, options = LINKS[method]
     engine.reset()
     lead, document, other, query = documents(5)
     longer = document + other

@@ -7,8 +7,6 @@ stock vLLM on the same logical prompts, concurrent against one by one, measured 
 no more.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ NOISE_FACTOR = 1.5
 MAX_FLOOR, MEAN_FLOOR = 0.05, 0.005
 """... and this much on top, in nats."""
 AGREEMENT_SLACK = 0.15
-
 
 LINKS: list[dict[str, Any]] = [
     {},
@@ -146,8 +143,7 @@ def test_overlapping_steps_do_not_change_answers(tight: Engine, overlapped: Engi
     asks = [Ask(a.tokens, a.max_tokens, a.extra) for a in mixed_asks(seed=7)]
     alone = tight.ask_one_by_one(*asks)
     overlapped.reset()
-    together = overlapped.ask(*asks)
-    found = noise(asks, alone, together)
+    found = noise(asks, alone, overlapped.ask(*asks))
     print(found)
     assert found.first_max <= 0.4 and found.first_mean <= 0.05 and found.agreement >= 0.6, found
 

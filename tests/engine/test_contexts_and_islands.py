@@ -1,8 +1,6 @@
 """Records behind a context, of text or of K and V from a file, and recomputed windows inside them, in real
 engines against the oracle."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
@@ -17,17 +15,7 @@ from vllm_hypic.connector.scheduler.island_runs import LONGEST_RUN
 
 from .conftest import CONTEXT, EngineFactory
 from .engines import Ask, Engine, EngineError, largest_distance, plan_of, prompt, run_apart, scheduler_of
-from .test_oracle_agreement import (
-    NOISE_FACTOR,
-    Distance,
-    Parts,
-    composed_by,
-    distance,
-    expected_by,
-    first_token,
-    noise_of,
-    texts,
-)
+from .test_oracle_agreement import NOISE_FACTOR, Distance, composed_by, distance, first_token, noise_of, texts
 
 ISLANDS = "query-20"
 CHUNKS = [pytest.param(4096, id="whole"), pytest.param(96, id="chunks-of-96", marks=pytest.mark.slow)]
@@ -68,7 +56,7 @@ def asking(segments: Sequence[Sequence[int]], query: Sequence[int]) -> list[int]
     return [*query[:-2], *segments[0][60:66], *segments[-1][40:46], *query[-2:]]
 
 
-def asked_texts() -> list[Parts]:
+def asked_texts() -> list[Any]:
     return [(lead, segments, asking(segments, query)) for lead, segments, query in texts()]
 
 
@@ -90,12 +78,10 @@ def theirs(
     for lead, segments, query in asked_texts():
         islands = engine.call(islands_of, prompt(*segments, lead=lead, query=query), extra)
         assert any(islands.values()) == ("hypic_islands" in extra)
-        behind = {"lead": lead, "text": CONTEXT, None: []}[context]
-        method = {"head": seam, "tail": seam, "context": behind, "fault": fault}
+        behind = {"lead": lead, "text": CONTEXT, "file": OTHER, None: []}[context]
+        method = {"head": seam, "tail": seam, "context": behind, "islands": islands, "fault": fault}
         runs = engine.call(island_runs)
-        answers.append(
-            oracle.next_token_logprobs(lead, segments, query, islands=islands, island_runs=runs, **method)
-        )
+        answers.append(oracle.next_token_logprobs(lead, segments, query, island_runs=runs, **method))
     return answers
 
 
@@ -255,10 +241,7 @@ def test_records_saw_what_the_file_says(behind_file: Engine, attention_model: Pa
     noise = noise_of(engine, oracle)
     engine.reset()
     cold = ours(engine, LEARNED)
-    found, computed = (
-        distance(cold, expected_by(oracle, asked_texts(), context=list(of), islands={}))
-        for of in (OTHER, CONTEXT)
-    )
+    found, computed = (distance(cold, theirs(oracle, engine, LEARNED, of)) for of in ("file", "text"))
     assert found.margin(noise) <= 1 and computed.margin(noise) > 1.2, f"{found}; ordinary requests: {noise}"
     engine.call(forget_streams)
     assert all(torch.equal(a, b) for a, b in zip(cold, ours(engine, LEARNED), strict=True))

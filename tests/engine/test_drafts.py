@@ -1,7 +1,5 @@
 """Speculative decoding: drafts change no answer, and are those of the whole prompt, records or not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ What is behind every draft has a slot of its own, and layers that draft compose 
 draft changes an answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,8 +154,7 @@ def test_other_linear_layers(name: str, start_engine: EngineFactory, saved: Save
     some_are_right(drafting)
     warm = drafting.ask_one_by_one(*FEW[:2])
     drafting.reset()
-    together = drafting.ask(*FEW)
-    assert [a.tokens for a in cold] == [a.tokens for a in together] == wanted
+    assert [a.tokens for a in cold] == [a.tokens for a in drafting.ask(*FEW)] == wanted
     assert [a.tokens for a in warm] == wanted[:2]
     drafting.check_clean()
 
@@ -185,8 +182,7 @@ def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hyp
     cold, warm = drafting.ask_one_by_one(*FEW), drafting.ask_one_by_one(*FEW)
     side_by_side = drafting.ask(*FEW)
     assert all_same(cold[:2], warm[:2])
-    same_tokens = sum(map(alike, [*cold, *side_by_side], [*expected, *expected]))
-    assert 2 * same_tokens > len(FEW)
+    assert 2 * sum(map(alike, [*cold, *side_by_side], [*expected, *expected])) > len(FEW)
     some_are_right(drafting)
 
 
@@ -249,8 +245,7 @@ def test_drafts_of_the_models_own_head(name: str, start_engine: EngineFactory, s
     drafting.check_clean()
     drafting.call(read_no_records)
     drafting.reset()
-    blind = [watched(drafting, ask)[1] for ask, *_ in asked]
-    assert rate(blind) < rate(ordinary) - BLIND
+    assert rate([watched(drafting, ask)[1] for ask, *_ in asked]) < rate(ordinary) - BLIND
 
 
 # A chunk must hold a block of states, 256 tokens, and vLLM sets aside some of it for a draft model.
@@ -352,8 +347,7 @@ def test_a_draft_model_has_blocks_of_its_own(
     asked = [given for ask in free() for given in (ask, ask.plain())]
     expected = start_engine(falcon.model, **IN_FLOAT32).ask_and_close(*asked)
     drafts = {"speculative_config": by_model(tmp_path / "another")}
-    drafting = start_engine(falcon.model, mended=poison_cache, **drafts, **IN_FLOAT32)
-    answers = drafting.ask_and_close(*asked)
+    answers = start_engine(falcon.model, mended=poison_cache, **drafts, **IN_FLOAT32).ask_and_close(*asked)
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     narrow = IN_FLOAT32 | {"enable_prefix_caching": True, "max_num_batched_tokens": 128}
     why = r"\(128 tokens\) and the slots that vLLM reserves .*expected 129 or more"

@@ -1,25 +1,18 @@
 """What must be equal bit for bit, or token for token, also where the places of tokens name segments."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lib.oracle import random_segments
 
 from .conftest import EXAMPLES, EngineFactory
-from .engines import SEP, Ask, Engine, EngineError, all_same, prompt, same, worker_of
+from .engines import SEP, Ask, Engine, EngineError, all_same, prompt, same
+from .test_compiled import mode_and_calls
 
 MAX_TOKENS = 12
-
-
-def calls(llm: Any) -> dict[str, int]:
-    """How often each of the plugin's operators ran so far."""
-    return dict(worker_of(llm).runtime.calls)
 
 
 def asks(seed: int) -> list[Ask]:
@@ -71,11 +64,11 @@ def demo_questions(count: int) -> list[tuple[list[int], list[list[int]], list[in
 def test_plain_requests_are_stock_bit_for_bit(hypic: Engine, stock: Engine) -> None:
     """Same tokens, same logprobs, and none of our operators runs.  With ``full`` separators are left out."""
     plain = [a.plain() for seed in range(3) for a in asks(seed)]
-    before = hypic.call(calls)
+    before = hypic.call(mode_and_calls)
     assert all_same(hypic.ask(*plain), stock.ask(*plain))
     (ask, *_) = asks(7)
     assert same(*hypic.ask(Ask(ask.tokens, MAX_TOKENS, {"hypic_link": "full"})), *stock.ask(ask.plain()))
-    assert hypic.call(calls) == before
+    assert hypic.call(mode_and_calls) == before
 
 
 HEAD, FIRST, SECOND, THIRD, LAST = random_segments([50, 140, 310, 77, 19], vocab=480, seed=41)

@@ -1,7 +1,5 @@
 """Requests of several priorities and tenants that want the room of a small pool, on a real engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

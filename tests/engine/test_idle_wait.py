@@ -2,8 +2,6 @@
 are; and calls that cross the end of a chunk of CPython's stack of frames, seen by the pages that each faults
 in."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -5,8 +5,6 @@ where the model sees it.  So it is behind one linear layer.  Ordinary requests o
 yardstick, and stock vLLM is theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lib.oracle import random_segments
 from lib.oracle.vision import VisionOracle
 from PIL import Image
 
 from .conftest import EngineFactory, Saver, checked
 from .engines import Answer, Ask, Engine, EngineError, entry_of, prompt
-from .test_vision_text import DELTA_NET
+from .test_vision_text import DELTA_NET, FIRST, LEAD, QUERY, SECOND
 from .tiny_vision import END_ID, IMAGE_ID, START_ID, VIDEO_ID, save_vision
 
-LEAD, FIRST, SECOND, QUERY = random_segments([40, 150, 70, 21], vocab=480)
 PICTURE, VIDEO = [START_ID, IMAGE_ID, END_ID], [START_ID, VIDEO_ID, END_ID]
 DOCUMENT = [*FIRST[:60], *PICTURE, *FIRST[60:]]
 
@@ -37,8 +33,7 @@ def video(seed: int, frames: int, height: int, width: int) -> tuple[np.ndarray, 
     """Two frames a second."""
     known = {"fps": 2.0, "duration": frames / 2, "total_num_frames": frames, "do_sample_frames": False}
     known |= {"frames_indices": list(range(frames)), "video_backend": "opencv"}
-    pixels = np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8)
-    return pixels, known
+    return np.random.default_rng(seed).integers(0, 255, (frames, height, width, 3), np.uint8), known
 
 
 WIDE, TALL = picture(0, 64, 160), picture(1, 196, 96)

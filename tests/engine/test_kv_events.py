@@ -1,7 +1,5 @@
 """KV events name the blocks of plain requests, as a stock engine's events do, and no other blocks."""
 
-from __future__ import annotations
-
 import time
 from itertools import chain
 from pathlib import Path

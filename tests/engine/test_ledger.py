@@ -1,7 +1,5 @@
 """Counters and the log line of vLLM, which operators read, agree with ``usage``, which clients read."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter
@@ -198,8 +196,6 @@ BESIDE = {
     "computed in full": Row((FULL,), **unlooked(FULL)),
 }
 SPARSE = {"prefix": "sparse", "page_tokens": PAGE, "checkpoint_tokens": PAGE}
-
-
 CASES: dict[str, tuple[str, dict[str, Row], Callable[[Path], dict[str, Any]]]] = {
     "attention": ("attention_model", PLAIN_AND_COMPOSED, lambda path: {}),
     "tiers": ("hybrid_model", TIERS, lambda path: {"options": stored(MEMORY, on_disk(path))}),

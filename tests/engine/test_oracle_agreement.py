@@ -5,13 +5,11 @@ The yardstick is the engine itself: how far ordinary requests are from the oracl
 farther from every answer with a planted fault.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ NOISE_FACTOR = 1.6
 prompts of a maximum scatter."""
 KL_FACTOR = 4
 
-
 Parts = tuple[list[int], list[list[int]], list[int]]
 """Leading segment, interior segments, query."""
 
@@ -43,7 +40,7 @@ class Distance:
     def __str__(self) -> str:
         return f"max {self.largest:.3f}, KL {self.kl:.1e}"
 
-    def margin(self, noise: Distance) -> float:
+    def margin(self, noise: Self) -> float:
         """The factor by which this exceeds one of both bounds; up to 1 it exceeds none."""
         return max(self.kl / (KL_FACTOR * noise.kl), self.largest / (NOISE_FACTOR * noise.largest))
 
@@ -105,24 +102,24 @@ def expected_by(oracle: Oracle, prompts: Sequence[Parts] = TEXTS, **method: Any)
     return [oracle.next_token_logprobs(*parts, **method) for parts in prompts]
 
 
-METHODS = [
-    pytest.param({"hypic_seam_tokens": 8}, {"head": 8, "tail": 8}, id="hypic-8"),
-    pytest.param({"hypic_seam_tokens": 3}, {"head": 3, "tail": 3}, id="hypic-3"),
-    pytest.param({"hypic_seam_tokens": 16}, {"head": 16, "tail": 16}, id="hypic-16"),
-    pytest.param({"hypic_seam_tokens": 0}, {"head": 0, "tail": 0}, id="hypic-0"),
-    pytest.param({"hypic_link": "seam-3-12"}, {"head": 3, "tail": 12}, id="seam-3-12"),
-    pytest.param({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}, id="seam-4-0+32"),
-    pytest.param({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}, id="epic-8"),
-    pytest.param({"hypic_link": "block"}, {"head": 0, "tail": 0}, id="block"),
-    pytest.param({"hypic_link": "naive"}, {"head": 8, "tail": 8, "compose_T": False}, id="naive"),
-]
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "hypic-8": ({"hypic_seam_tokens": 8}, {"head": 8, "tail": 8}),
+    "hypic-3": ({"hypic_seam_tokens": 3}, {"head": 3, "tail": 3}),
+    "hypic-16": ({"hypic_seam_tokens": 16}, {"head": 16, "tail": 16}),
+    "hypic-0": ({"hypic_seam_tokens": 0}, {"head": 0, "tail": 0}),
+    "seam-3-12": ({"hypic_link": "seam-3-12"}, {"head": 3, "tail": 12}),
+    "seam-4-0+32": ({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}),
+    "epic-8": ({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}),
+    "block": ({"hypic_link": "block"}, {"head": 0, "tail": 0}),
+    "naive": ({"hypic_link": "naive"}, {"head": 8, "tail": 8, "compose_T": False}),
+}
+"""Link methods: what a request says, and what the oracle is told."""
 
 
-@pytest.mark.parametrize(("extra", "method"), METHODS)
-def test_agrees(
-    engine: Engine, oracle: Oracle, noise: Distance, extra: dict[str, Any], method: dict[str, Any]
-) -> None:
-    found = distance(composed_by(engine, extra=extra), expected_by(oracle, **method))
+@pytest.mark.parametrize("method", METHODS)
+def test_agrees(engine: Engine, oracle: Oracle, noise: Distance, method: str) -> None:
+    extra, options = METHODS[method]
+    found = distance(composed_by(engine, extra=extra), expected_by(oracle, **options))
     assert found.margin(noise) <= 1, f"{found}; ordinary requests: {noise}"
 
 

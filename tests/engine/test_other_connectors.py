@@ -1,8 +1,6 @@
 """Other KV connectors beside ours: they serve plain requests as in a stock engine, and see no others.  vLLM's
 NIXL connector moves blocks from one engine, which prefills, to another, which decodes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +11,7 @@ from lib.oracle.models import random_segments
 from benchmarks.lib.processes import free_port
 
 from .conftest import EngineFactory, lent
-from .engines import (
-    Answer,
-    Ask,
-    Engine,
-    all_same,
-    answer_of,
-    begin,
-    distance,
-    drain,
-    prompt,
-    run_to_end,
-    same,
-    scheduler_of,
-)
+from .engines import Answer, Ask, Engine, answer_of, distance, drain, outputs_of, prompt, same, scheduler_of
 
 PLAIN, OTHER, ONE, TWO, MIDDLE = random_segments([300, 200, 250, 180, 100], seed=93)
 (QUERY,) = random_segments([40], seed=94)
@@ -84,7 +69,7 @@ def test_plain_requests_are_saved_and_loaded_as_in_a_stock_engine(
     stock = start_engine(attention_model, hypic=False, **saving_args(tmp_path))
     asks = [Ask(tuple(PLAIN)), Ask(tuple(OTHER)), Ask(tuple(PLAIN))]
     ours, theirs = engine.ask_one_by_one(*asks), stock.ask_one_by_one(*asks)
-    assert all_same(ours, theirs)
+    assert all(map(same, ours, theirs))
     assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[2].cached == 256
     assert saved(folder) == saved(tmp_path) and saved(folder), "what is saved is what a stock engine saves"
 
@@ -95,7 +80,7 @@ def test_composed_requests_are_not_shown_to_it(engine: Engine, alone: Engine, fo
     cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     expected = alone.ask_one_by_one(*asks)
     assert not same(*expected), "the test's twins are no different prompts"
-    assert all_same(cold, warm, expected)
+    assert all(map(same, cold, warm, expected))
     assert cold[0].cached == 0 and all(a.cached == len(ONE) + len(TWO) - 32 for a in warm)
     assert saved(folder) == before, "a stream or a segment was saved"
 
@@ -126,8 +111,7 @@ NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 def transferring(llm: Any, ask: Ask, transfer: dict[str, Any] | None) -> tuple[Answer, dict[str, Any] | None]:
     """Answer a request with these ``kv_transfer_params``; what the engine says of its blocks."""
-    begin(llm, "split", replace(ask, extra={**ask.extra, "kv_transfer_params": transfer}))
-    output = run_to_end(llm, "split")
+    [output] = outputs_of(llm, replace(ask, extra={**ask.extra, "kv_transfer_params": transfer}))
     return answer_of(output), output.kv_transfer_params
 
 
@@ -138,11 +122,10 @@ def split(prefill: Engine, decode: Engine, ask: Ask) -> tuple[Answer, dict[str, 
     return decode.call(transferring, ask, blocks, timeout=60)[0], blocks
 
 
-def pair(start: EngineFactory, model: Path, **options: Any) -> tuple[Engine, Engine]:
+def pair(start: EngineFactory, model: Path, **options: Any) -> tuple[Engine, ...]:
     options |= {"kv_transfer_config": NIXL, "disable_log_stats": False}
     ports = ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())} for _ in range(2))
-    one, other = (start(model, env=port, **options) for port in ports)
-    return one, other
+    return tuple(start(model, env=port, **options) for port in ports)
 
 
 def from_elsewhere(engine: Engine) -> float:

@@ -1,8 +1,6 @@
 """vLLM's KV cache in FP8, and weights that are quantised: what stock keeps and computes is as in stock, and
 records are FP8, too; beside e5m2 they have the model's dtype."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +78,7 @@ def test_a_trained_hybrid_answers_as_without(start_engine: EngineFactory, demo_m
         exact_page, _ = exact.call(pool_unit_bytes)
     (of_stock,) = start_engine(demo_model, hypic=False, kv_cache_dtype="fp8").ask_and_close(plain)
     with start_engine(demo_model, options=options | stored(MEMORY), kv_cache_dtype="fp8") as ours:
-        found = cold_warm_and_loaded(ours, asks)
+        found, *_ = cold_warm_and_loaded(ours, asks)
         (ordinary,) = ours.ask(plain)
         assert ours.call(record_dtypes) == {FP8}
         page, _ = ours.call(pool_unit_bytes)

@@ -6,18 +6,18 @@ penalties count the whole prompt, of which records hold a part, frequency and pr
 Prompt logprobs are given of tokens behind a computed one, others are null.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lib.oracle import random_segments
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
 from .conftest import NEW, OLD, EngineFactory
 from .engines import PAD, PDEP, SEP, Answer, Ask, Engine, distance, largest_distance, outputs_of, prompt, same
-from .prompt_processor import FAVOUR, NAME
 from .test_adapters import Adapter, answers
 from .test_exactness import ranged
 
@@ -40,7 +40,8 @@ def ask(
 
 @pytest.fixture(scope="module")
 def engine(module_engine: EngineFactory, one_layer_model: Path) -> Engine:
-    args = {"reasoning_parser": "words", "logits_processors": [NAME], "enable_lora": True, "max_loras": 2}
+    args = {"reasoning_parser": "words", "enable_lora": True, "max_loras": 2}
+    args["logits_processors"] = [f"{__name__}:FavouredWords"]
     return module_engine(one_layer_model, dtype="float32", mended=register_parser, **args)
 
 
@@ -53,6 +54,30 @@ def register_parser() -> None:
         start_token, end_token = f"w{THINK}", f"w{THOUGHT}"
 
     ReasoningParserManager.register_module("words", force=True, module=Words)
+
+
+FAVOUR = "favour"
+
+
+class FavouredWords(AdapterLogitsProcessor):
+    """Adds the extra argument ``favour`` to a token's logit each time that it stands in the prompt, and takes
+    it off where the answer has it already."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
+        favour = (params.extra_args or {}).get(FAVOUR)
+        if favour is None:
+            return None
+
+        def change(prompt: list[int], answered: list[int], logits: torch.Tensor) -> torch.Tensor:
+            for tokens, sign in ((prompt, 1), (answered, -1)):
+                counts = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=len(logits))
+                logits += sign * favour * counts
+            return logits
+
+        return change
 
 
 def as_ordinary(engine: Engine, asked: Ask) -> Answer:
@@ -70,8 +95,7 @@ def test_words_that_end_or_are_forbidden(engine: Engine) -> None:
     word = f"w{free.tokens[4]}"
     stopped = as_ordinary(engine, ask(stop=[word]))
     assert stopped.tokens == free.tokens[: len(stopped.tokens)] and stopped.reasons == ("stop",)
-    without = as_ordinary(engine, ask(bad_words=[word]))
-    assert free.tokens[4] not in without.tokens
+    assert free.tokens[4] not in as_ordinary(engine, ask(bad_words=[word])).tokens
     pair = f"w{free.tokens[3]} {word}"
     assert as_ordinary(engine, ask(bad_words=[pair])).tokens[:4] == free.tokens[:4]
 
@@ -96,8 +120,6 @@ def within(segment: list[int], at: int, *words: int) -> list[int]:
 
 
 CHOICES = ["w401", "w402"]
-
-
 REASONING = {
     "ended-in-a-record": (within(FIRST, 60, THINK, THOUGHT), QUERY, False),
     "begun-in-a-record": (within(FIRST, 60, THINK), QUERY, True),
@@ -119,15 +141,13 @@ def test_grammars_begin_behind_reasoning(engine: Engine, case: str) -> None:
 def test_a_budget_of_reasoning_counts_what_a_record_holds(
     engine: Engine, end: tuple[int, ...], forced: bool
 ) -> None:
-    first = within(FIRST, 60, THINK, *end)
-    answer = as_ordinary(engine, ask(first, thinking_token_budget=5))
+    answer = as_ordinary(engine, ask(within(FIRST, 60, THINK, *end), thinking_token_budget=5))
     assert (answer.tokens[0] == THOUGHT) == forced
 
 
 @pytest.mark.parametrize("kind", [{"choice": CHOICES}, {"regex": r"w4\d\d"}], ids=["choice", "regex"])
 def test_grammars(engine: Engine, kind: dict[str, Any]) -> None:
-    ended = [THOUGHT, *QUERY]
-    answer = as_ordinary(engine, ask(query=ended, ignore_eos=False, **structured(**kind)))
+    answer = as_ordinary(engine, ask(query=[THOUGHT, *QUERY], ignore_eos=False, **structured(**kind)))
     assert 400 <= answer.tokens[0] < 480 and len(answer.tokens) == 2
 
 

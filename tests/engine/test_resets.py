@@ -1,7 +1,5 @@
 """Caches reset while requests live: these end as they would have, and later ones meet nothing of before."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,10 @@ ARGS = {"max_num_batched_tokens": 256, "max_num_seqs": 8}
 
 def ask(*documents: list[int], max_tokens: int = 8) -> Ask:
     return Ask(prompt(*documents, query=QUERY, lead=LEAD), max_tokens)
+
+
+LIVE = (ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO))
+"""Requests that a reset meets."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,9 @@ def _engine(module_engine: EngineFactory, hybrid_model: Any) -> Engine:
 
 
 def test_requests_that_live_end_on_their_records_and_later_ones_get_new_ones(engine: Engine) -> None:
-    asks = [ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO)]
-    alone = engine.ask_one_by_one(*asks)
+    alone = engine.ask_one_by_one(*LIVE)
     engine.reset()
-    found = engine.call(reset_amid, *asks, ask(ONE, TWO))
+    found = engine.call(reset_amid, *LIVE, ask(ONE, TWO))
     assert found.succeeded, "vLLM takes this for a failure, and a paused engine stays paused"
     assert found.phases == ["decode", "waiting for records", "waiting for records"]
     assert largest_distance(found.answers[:3], alone) <= 0.3, "an answer changed"
@@ -145,9 +146,8 @@ def test_after_new_weights_answers_are_those_of_an_engine_that_never_had_others(
     expected = fresh.ask_one_by_one(*asks)
     assert not any(map(same, before, expected))
     engine.reset()
-    live = (ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO))
     try:
-        engine.call(reset_amid, *live, None, 0.5)
+        engine.call(reset_amid, *LIVE, None, 0.5)
         cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     finally:
         engine.call(change_weights, 2.0)
@@ -204,10 +204,9 @@ def test_calls_of_workers_that_may_change_weights(engine: Engine) -> None:
 
 def test_reset_between_overlapping_steps(overlapped: Engine) -> None:
     """vLLM refuses it where blocks of a running request are given back late, as connectors may need."""
-    asks = [ask(ONE, max_tokens=24), ask(LONG), ask(LONG, TWO)]
-    alone = overlapped.ask_one_by_one(*asks)
+    alone = overlapped.ask_one_by_one(*LIVE)
     overlapped.reset()
-    found = overlapped.call(reset_amid, *asks)
+    found = overlapped.call(reset_amid, *LIVE)
     assert found.succeeded and largest_distance(found.answers, alone) <= 0.3
     for one, other in zip(found.answers, alone, strict=True):
         assert len(one.tokens) == len(other.tokens) and one.tokens[0] == other.tokens[0]

@@ -1,7 +1,5 @@
 """Segment requests: computed once, shared, chunked, evicted, recomputed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,8 +87,7 @@ def test_concurrent_requests_compute_each_segment_once_and_share_its_pages(hypic
 def test_samples_of_one_request_share_its_records(hypic: Engine) -> None:
     start = hypic.call(pool)
     (answer,) = hypic.ask(composed(A, B, sampling={"n": 3, "temperature": 1.0}))
-    end = hypic.call(pool)
-    assert end.jobs - start.jobs == 2 and len(answer.samples) == 3
+    assert hypic.call(pool).jobs - start.jobs == 2 and len(answer.samples) == 3
     # Each reports the likeliest tokens and the one that it drew.
     first = [sample[0] for sample in answer.logprobs]
     common = first[0].keys() & first[1].keys() & first[2].keys()
@@ -270,8 +267,7 @@ def test_reset_empties_the_pool_but_for_records_that_requests_hold(hypic: Engine
     assert hypic.call(pool).keys == [] and hypic.call(pool).used_pages == 0
     (again,) = hypic.ask(ask)
     assert same(again, expected)
-    answer = hypic.call(start_and_reset, ask)
-    assert answer.logprobs == expected.logprobs
+    assert hypic.call(start_and_reset, ask).logprobs == expected.logprobs
     assert not hypic.call(pool).used_pages, "nobody can find them any more"
 
 

@@ -1,8 +1,6 @@
 """The recurrent state that a composed request really has in the engine, against one scan in float64; also
 with ``state_dtype``: records whose S is in float16, in pool and tiers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +127,7 @@ def test_cold_warm_and_from_a_tier(
 ) -> None:
     """Bit for bit; beside records in float32 the answers are near, and a fault is not."""
     exact = hypic.ask_one_by_one(*ASKS)
-    cold = cold_warm_and_loaded(narrow, ASKS)
+    cold, *_ = cold_warm_and_loaded(narrow, ASKS)
     plain = ASKS[0].plain()
     # Without AVX-512, passes of another length give a plain prompt other bits.
     stock = start_engine(hybrid_model, hypic=False, max_num_batched_tokens=128)
@@ -161,7 +159,7 @@ def test_every_family(name: str, start_engine: EngineFactory, saved: Saver) -> N
     expected = start_engine(model, **args).ask_and_close(*ASKS)
     with start_engine(model, options=NARROW | stored(MEMORY), **args) as ours:
         assert ours.call(narrow_layers)
-        cold = cold_warm_and_loaded(ours, ASKS)
+        cold, *_ = cold_warm_and_loaded(ours, ASKS)
         ours.call(double_the_states)
         faulty = ours.ask_one_by_one(*ASKS)
     far, fault = (largest_distance(found, expected) for found in (cold, faulty))

@@ -1,7 +1,5 @@
 """Records that come back from a tier of any kind: bit for bit the pool's, however requests meet them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -31,14 +29,19 @@ def ask(*documents: list[int], **changes: Any) -> Ask:
 
 
 def empty_pool(llm: Any) -> None:
-    """Forget the pool's records and vLLM's prefix cache, as if others had pushed them out."""
+    """Forget the pool's records once the tiers have them."""
     assert store_of(llm).drain(30), "writing to the tiers did not end"
+    forget(llm)
+
+
+def forget(llm: Any) -> None:
+    """Forget the pool's records and vLLM's prefix cache, as if others had pushed them out."""
     assert llm.reset_prefix_cache()
     scheduler_of(llm).hypic.directory.drop_unpinned()
     assert not len(scheduler_of(llm).hypic.directory)
 
 
-def cold_warm_and_loaded(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
+def cold_warm_and_loaded(engine: Engine, asks: Sequence[Ask]) -> tuple[list[Answer], ...]:
     """Answers that are the same cold, warm, and from records of a tier, bit for bit."""
     cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     made = engine.call(computed)
@@ -46,13 +49,12 @@ def cold_warm_and_loaded(engine: Engine, asks: Sequence[Ask]) -> list[Answer]:
     loaded = engine.ask_one_by_one(*asks)
     assert engine.call(computed) == made, "a segment was computed again"
     assert all_same(cold, warm, loaded)
-    return cold
+    return cold, warm, loaded
 
 
 def tier_counts(llm: Any, tier: str) -> dict[str, Any]:
-    """The tier's statistics now, and the engine's count of computed segments."""
-    stats = vars(store_of(llm).stats().tiers[tier])
-    return {k: v for k, v in stats.items() if not isinstance(v, list)}
+    """The tier's statistics now."""
+    return {k: v for k, v in vars(store_of(llm).stats().tiers[tier]).items() if not isinstance(v, list)}
 
 
 def computed(llm: Any) -> int:
@@ -82,13 +84,8 @@ def test_a_record_from_memory_equals_the_pools(engine: Engine) -> None:
 
 
 def check_reload(engine: Engine) -> None:
-    (cold,), (warm,) = engine.ask(ask()), engine.ask(ask())
-    assert cold.cached == 0 and warm.cached == RECORDED
-    made = engine.call(computed)
-    engine.call(empty_pool)
-    (loaded,) = engine.ask(ask())
-    assert engine.call(computed) == made, "a segment was computed again"
-    assert same(cold, warm, loaded) and loaded.cached == RECORDED
+    (cold,), (warm,), (loaded,) = cold_warm_and_loaded(engine, [ask()])
+    assert cold.cached == 0 and warm.cached == loaded.cached == RECORDED
 
 
 def drop_memory(llm: Any) -> None:
@@ -288,8 +285,7 @@ def unblock(llm: Any) -> None:
 def test_a_tier_that_hangs_delays_its_request_until_the_deadline_only(
     start_engine: EngineFactory, hybrid_model: Path, tmp_path: Path
 ) -> None:
-    options = stored(on_disk(tmp_path / "records"), deadline_s=1.0)
-    engine = start_engine(hybrid_model, options=options)
+    engine = start_engine(hybrid_model, options=stored(on_disk(tmp_path / "records"), deadline_s=1.0))
     (cold,) = engine.ask(ask())
     engine.call(empty_pool)
     engine.call(hang)

@@ -1,8 +1,6 @@
 """Checkpoints that come from a disk tier, in an engine that was restarted: nothing but what is computed again
 differs from one that was not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import struct
@@ -33,7 +31,6 @@ SYSTEM, LOST, DOCUMENT, QUERY, *PARTS = random_segments(
 ROUNDING = 0.3
 """Of logprobs, in bfloat16: of K that is rotated back and forth, and of passes that end elsewhere.  Other
 prompts are 10 apart."""
-
 
 TURNS, LOST_TURNS = ([*accumulate([first, *PARTS[1:3]])] for first in (SYSTEM + PARTS[0], LOST))
 """Prompts of conversations."""
@@ -105,8 +102,7 @@ def restarted(
     model: Path, module_engine: EngineFactory, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarted]:
     folder = tmp_path_factory.mktemp("disk")
-    arguments: dict[str, Any] = {"max_logprobs": -1, "disable_log_stats": False}
-    arguments["options"] = OPTIONS | stored(on_disk(folder))
+    arguments = {"max_logprobs": -1, "disable_log_stats": False, "options": OPTIONS | stored(on_disk(folder))}
     with module_engine(model, **arguments) as engine:
         answers, sizes, seen = [], [], 0.0
         for asked in BEFORE:
@@ -127,8 +123,7 @@ def restarted(
         (third,) = engine.ask(plain(FORKS[2], salt="kept"))
         assert engine.call(written)
         assert version_of(former) == VERSION, "it is stored anew"
-        alone = dict(zip(ALONE, (turn, again, third), strict=True))
-        yield Restarted(engine, sizes, answers, found, alone)
+        yield Restarted(engine, sizes, answers, found, dict(zip(ALONE, (turn, again, third), strict=True)))
         engine.check_clean()
 
 

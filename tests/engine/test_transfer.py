@@ -1,7 +1,5 @@
 """Records that come from elsewhere, or go there: bit for bit the pool's.  The test is the other instance."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +20,7 @@ from vllm_hypic.store.protocol import Verdict
 from .conftest import EngineFactory, lent
 from .engines import SEP, Answer, Ask, Engine, plan_of, prompt, same, scheduler_of
 from .staged_copies import staged
-from .test_store import computed
+from .test_store import computed, forget
 
 LEAD, ONE, TWO, QUESTION = random_segments([90, 150, 200, 40], seed=45)
 BOUND_S = 60.0
@@ -51,12 +49,6 @@ def names(llm: Any) -> dict[str, str]:
 
 def namespace(llm: Any) -> str:
     return scheduler_of(llm).hypic.namespace.digest
-
-
-def forget(llm: Any) -> None:
-    assert llm.reset_prefix_cache()
-    scheduler_of(llm).hypic.directory.drop_unpinned()
-    assert not len(scheduler_of(llm).hypic.directory)
 
 
 def place() -> str:

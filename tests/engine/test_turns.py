@@ -1,13 +1,12 @@
 """Later turns reuse the stream through vLLM's prefix cache; nothing crosses tenants or exactness."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lib.oracle.models import random_segments
 
-from .engines import Answer, Ask, Engine, distance, plan_of, prompt, same, scheduler_of
+from .engines import Answer, Ask, Engine, distance, plan_of, prompt, same
 from .test_contexts_and_islands import forget_streams
+from .test_resets import resident
 
 BLOCK = 256
 """Tokens in a block of vLLM's KV cache on these models; states are kept at block boundaries."""
@@ -23,10 +22,6 @@ def first_turn(**changes: Any) -> Ask:
 
 def second_turn(first: Answer) -> Ask:
     return Ask(prompt(ONE, TWO, query=[*QUESTION, *first.tokens, *MORE], lead=LEAD), 24)
-
-
-def record_keys(llm: Any) -> set[str]:
-    return set(scheduler_of(llm).hypic.directory._entries)
 
 
 def stream_of(llm: Any, ask: Ask) -> Ask:
@@ -73,12 +68,12 @@ def test_another_order_of_documents_has_another_stream(hypic: Engine) -> None:
 
 def test_tenants_share_neither_records_nor_streams(hypic: Engine) -> None:
     (open_answer,) = hypic.ask(first_turn())
-    keys = hypic.call(record_keys)
+    keys = hypic.call(resident)
     found = []
     for salt in ("tenant-a", "tenant-b"):
         (cold,) = hypic.ask(first_turn(salt=salt))
         assert cold.cached == 0, f"{salt} read {cold.cached} tokens that others had computed"
-        new = hypic.call(record_keys) - keys
+        new = hypic.call(resident) - keys
         assert len(new) == 3, f"{salt} has {len(new)} records of its own, expected 3"
         keys |= new
         (warm,) = hypic.ask(first_turn(salt=salt))

@@ -5,8 +5,6 @@ oracles; prompts with segments and without get the same answers from both, up to
 vLLM's by between the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """SmolLM2 with sliding windows that ``hf_overrides`` switch on: real weights and text in windowed layers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import partial

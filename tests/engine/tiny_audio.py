@@ -1,7 +1,5 @@
 """Random checkpoints of models that hear, small enough to start in seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ def _save_qwen2_audio(path: Path, text: dict[str, Any]) -> None:
     _save_weights(path, parts)
     config.architectures = ["Qwen2AudioForConditionalGeneration"]
     config.save_pretrained(path)
-    transformers.Qwen2AudioProcessor(_extractor(), _tokenizer(path)).save_pretrained(path)
+    transformers.Qwen2AudioProcessor(*_extractor_and_tokenizer(path)).save_pretrained(path)
 
 
 def _save_qwen2_5_omni(path: Path, text: dict[str, Any]) -> None:
@@ -76,7 +74,7 @@ def _save_qwen2_5_omni(path: Path, text: dict[str, Any]) -> None:
     named = {"architectures": ["Qwen2_5OmniModel"]}
     transformers.Qwen2_5OmniConfig(thinker_config=config.to_dict(), **named).save_pretrained(path)
     seeing = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
-    transformers.Qwen2_5OmniProcessor(*seeing, _extractor(), _tokenizer(path)).save_pretrained(path)
+    transformers.Qwen2_5OmniProcessor(*seeing, *_extractor_and_tokenizer(path)).save_pretrained(path)
 
 
 def _save_weights(path: Path, parts: dict[str, torch.nn.Module]) -> None:
@@ -96,11 +94,8 @@ def _randomise(language: torch.nn.Module, head: torch.nn.Module, *encoders: torc
                     weight.normal_(0, weight[0].numel() ** -0.5)
 
 
-def _extractor() -> Any:
+def _extractor_and_tokenizer(path: Path) -> tuple[Any, Any]:
     import transformers
 
-    return transformers.WhisperFeatureExtractor(feature_size=MEL_BINS)
-
-
-def _tokenizer(path: Path) -> Any:
-    return save_tokens(path, {f"{name}_token": text for name, text in TEXTS.items()})
+    extractor = transformers.WhisperFeatureExtractor(feature_size=MEL_BINS)
+    return extractor, save_tokens(path, {f"{name}_token": text for name, text in TEXTS.items()})

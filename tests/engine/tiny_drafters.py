@@ -2,8 +2,6 @@
 Linear layers of the model, if it has some, say little, and what drafts has the weights of its layer of
 attention."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

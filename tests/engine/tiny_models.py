@@ -1,7 +1,5 @@
 """Random checkpoints of further architectures, small enough to start in seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

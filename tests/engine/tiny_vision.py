@@ -1,7 +1,5 @@
 """Random vision-language checkpoints, small enough to start in seconds."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

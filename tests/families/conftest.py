@@ -1,7 +1,5 @@
 """Engines and models of the families.  See ``contract.py`` for what is shown of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -5,13 +5,11 @@ against an independent oracle in float64; models of one layer, behind which comp
 law, against ordinary requests of the same engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from engine.conftest import CONTEXT
 from engine.engines import Answer, Ask, Engine, prompt, run_apart
 from engine.test_contexts_and_islands import asking
 from engine.test_oracle_agreement import KL_FACTOR, NOISE_FACTOR, VOCABULARY, Distance, distance, texts, whole
+from engine.test_oracle_agreement import METHODS as LINKS
 from lib.oracle import Oracle, random_segments
 from lib.oracle.oracle import LinearRecord
 
@@ -48,7 +47,7 @@ class Text:
         """The logical prompt."""
         return whole(*self.parts)
 
-    def asking(self) -> Text:
+    def asking(self) -> Self:
         """With words of two documents in the query, so that islands are chosen there."""
         return replace(self, query=asking(self.segments, self.query))
 
@@ -69,16 +68,11 @@ DUMMY = 5
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hypic-8": ({}, {}),
     "hypic-2": ({"hypic_seam_tokens": 2}, {"head": 2, "tail": 2}),
-    "hypic-0": ({"hypic_seam_tokens": 0}, {"head": 0, "tail": 0}),
     "hypic-1": ({"hypic_seam_tokens": 1}, {"head": 1, "tail": 1}),
-    "seam-3-12": ({"hypic_link": "seam-3-12"}, {"head": 3, "tail": 12}),
-    "seam-4-0+32": ({"hypic_link": "seam-4-0+32"}, {"head": 4, "tail": 0, "anchor": 32}),
-    "epic-8": ({"hypic_link": "epic-8"}, {"head": 8, "tail": 0}),
-    "block": ({"hypic_link": "block"}, {"head": 0, "tail": 0}),
+    **{name: LINKS[name] for name in ("hypic-0", "seam-3-12", "seam-4-0+32", "epic-8", "block", "naive")},
     "epic-0": ({"hypic_link": "epic-0"}, {"head": 0, "tail": 0, "context": [DUMMY] * 4}),
     "behind-the-lead": ({"hypic_context": "lead"}, {"context": LEAD}),
     "behind-a-text": ({"hypic_context": "text"}, {"context": CONTEXT}),
-    "naive": ({"hypic_link": "naive"}, {"compose_T": False}),
 }
 """Link methods: what a request says, and what the oracle is told."""
 SEAMS = ("hypic-8", "hypic-0")
@@ -130,7 +124,7 @@ class Served:
     to hide in; in bfloat16 what ordinary requests of this engine are away, and a little.
     """
 
-    case: Case
+    case: "Case"
     engine: Engine
     oracle: Any
     bound: float = 0.0
@@ -138,7 +132,7 @@ class Served:
     """Of KL divergences, where they count, too."""
 
     @classmethod
-    def of(cls, case: Case, engine: Engine, oracle: Any) -> Served:
+    def of(cls, case: "Case", engine: Engine, oracle: Any) -> Self:
         family, found = case.family, cls(case, engine, oracle, case.family.bound)
         if case.dtype == "float32":
             return found
@@ -170,7 +164,7 @@ class Served:
         """The largest difference, or what is as many bounds as the KL divergence."""
         return max(found.largest, self.bound * found.kl / self.divergence)
 
-    def beside(self, mixin: type) -> Served:
+    def beside(self, mixin: type) -> Self:
         """The same engine, and an oracle with this mixin before its class."""
         other = copy(self.oracle)
         other.__class__ = type(mixin.__name__, (mixin, type(other)), {})
@@ -181,7 +175,7 @@ class Served:
 # -- one layer -------------------------------------------------------------------------------------------
 
 
-def exact(engine: Engine, layer: OneLayer, dtype: str) -> None:
+def exact(engine: Engine, layer: "OneLayer", dtype: str) -> None:
     """Composed requests are full recompute, wherever records stand; leaving T out shows."""
     engine.reset()
     bound = layer.bounds[dtype]

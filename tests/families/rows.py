@@ -1,7 +1,5 @@
 """What a row of the families' table says, and the cases that rows make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +41,7 @@ class Row:
         return {"dtype": dtype, **self.args.get(dtype, {})}
 
     def stock_args(self, dtype: str) -> dict[str, Any]:
-        more = {"hypic": False, "mended": self.mended, **self.stock.get(dtype, {})}
-        return self.engine_args(dtype) | more
+        return self.engine_args(dtype) | {"hypic": False, "mended": self.mended, **self.stock.get(dtype, {})}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,8 +4,6 @@ A row of :data:`FAMILIES` is all that a family's tests need.  :data:`LAYERS` has
 architectures that have no oracle of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,7 +36,7 @@ from vllm_hypic.patches import (
     cpu_rope_heads,
 )
 
-from . import lightning, mla, own
+from . import own
 from .contract import METHODS, SEAMS
 from .rows import BF16, CHUNKS, F32, FULL, LINEAR, SLIDING, WHOLE, Case, LayerCase, Life, families, layers
 
@@ -222,7 +220,7 @@ RING = {
     "planted": ROUNDED_NO_T | {F32: {"no_T": 100.0, "states_not_moved": 100.0}},
     "mended": mend_ring,
 }
-POSITIONS = {"own": (lightning.records_at_any_position,)}
+POSITIONS = {"own": (own.states_at_any_position,)}
 LIGHTNING = families(
     RING | {"cases": LATENT, "stock": STOCK_LATENT, "without": NO_LATENT_PREFIX, "args": {F32: NO_PREFIX}},
     {
@@ -261,7 +259,7 @@ MLA = families(
     {"oracle": MLAOracle, "bound": 1e-4, "noise": 0.3}  # measured: below 4e-5, as ordinary requests
     | {"planted": {F32: dict.fromkeys(TURNING, 200.0), BF16: dict.fromkeys(TURNING, 4.0)}}
     | {"seen": {F32: 200}, "context_seen": 200, "islands_seen": 200, "methods": NO_NAIVE}
-    | {"own": (mla.records_at_any_position, mla.longer_questions_go_on)}
+    | {"own": (own.latents_at_any_position, own.longer_questions_go_on)}
     | {"without": NO_LATENT_PREFIX, "stock": STOCK_LATENT_ROPE},
     {
         # Blocks of 16 tokens, and not of 128.
@@ -427,7 +425,7 @@ LAYERS = [
     # Nothing in a latent depends on what stands before its token: records are exact at any place.
     *layers(
         {"bounds": {F32: 1e-4}, "seen": None, "seams": (0,)},
-        {name: tiny(name, mla.SMALL) for name in ("DeepseekV3", "Glm4MoeLite")},
+        {name: tiny(name, own.ONE_MLA_LAYER) for name in ("DeepseekV3", "Glm4MoeLite")},
     ),
 ]
 LAYER_CASES = [LayerCase(layer, dtype) for layer in LAYERS for dtype in layer.bounds]

@@ -1,7 +1,5 @@
 """What every family of models shows in a real engine.  A family is a row of ``table.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,14 +118,12 @@ def test_plain_requests_are_stock_bit_for_bit(
     assert all(map(same, served.engine.ask(*plain_asks()), theirs))
 
 
-OWN = [(case, own) for case in CASES for own in case.family.own]
-
-
 @pytest.mark.parametrize(
     ("served", "shows"),
     [
         pytest.param(case, own, id=f"{case}-{own.__name__}", marks=() if case.fast else pytest.mark.slow)
-        for case, own in OWN
+        for case in CASES
+        for own in case.family.own
     ],
     indirect=["served"],
 )

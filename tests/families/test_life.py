@@ -5,8 +5,6 @@ As ``tests/engine`` has it of the gated delta net, in ``test_concurrency.py``, `
 ``test_transfer.py``, ``test_checkpoints.py`` and ``test_answers.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from engine.engines import SEP, Answer, Ask, Engine, distance, pool_unit_bytes, 
 from engine.staged_copies import staged
 from engine.test_checkpoints import fresh, resumed
 from engine.test_concurrency import MAX_FLOOR, NOISE_FACTOR, measure, mixed_asks
-from engine.test_store import stored, tier_counts
+from engine.test_store import forget, on_disk, stored, tier_counts
 from engine.test_tier_checkpoints import written
 from lib.oracle import random_segments
 
@@ -43,7 +41,6 @@ def model(family: Family, models: Models) -> Path:
 
 
 def test_preempted_and_evicted(start_engine: EngineFactory, family: Family, model: Path) -> None:
-    assert family.life is not None
     asks = mixed_asks(seed=3)
     args = tight_args() | {"num_gpu_blocks_override": family.life.blocks}
     with start_engine(model, **args | family.stock_args(F32)) as engine:
@@ -65,8 +62,7 @@ def test_records_come_back_from_disk(
     start_engine: EngineFactory, family: Family, model: Path, tmp_path: Path
 ) -> None:
     """Bit for bit, and without another prefill."""
-    disk = {"type": "disk", "path": str(tmp_path / "records"), "bytes": "64MiB"}
-    args = family.engine_args(BF16) | {"options": stored(disk)}
+    args = family.engine_args(BF16) | {"options": stored(on_disk(tmp_path / "records"))}
     with start_engine(model, **args) as first:
         (cold,) = first.ask(COMPOSED)
         first.call(written)
@@ -84,7 +80,7 @@ def test_records_of_another_instance(start_engine: EngineFactory, family: Family
         with staged(engine):
             assert test_transfer.pushed(engine) == records
         (cold,) = engine.ask(test_transfer.ask())
-        engine.call(test_transfer.forget)
+        engine.call(forget)
         assert same(*test_transfer.landed(engine, here, records), cold)
 
 
@@ -103,7 +99,6 @@ def test_three_servers_and_a_router(name: str, models: Models) -> None:
         alone = completion(combine.url, {**body, "cache_salt": "alone"}, timeout_s=60)
     assert together.same_as(alone)
     found = together.breakdown
-    assert found is not None and found.segments is not None
     assert (found.kind, found.local) == ("parallel", 0)
     assert [part.source for part in found.segments] == ["dispatched"] * 7
 

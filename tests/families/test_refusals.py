@@ -1,7 +1,5 @@
 """Models and arguments that are refused when a real engine starts, by name."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ In a model of one layer K and V depend on token embeddings alone, so composing c
 a full recompute gives, by any link method: the same engine's ordinary request is the yardstick, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Windows and sinks: architectures without an oracle of their own, and windows that hold everything."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -43,8 +41,7 @@ def test_windowed_architectures(
         lead = Ask(prompt(lead=THIRD, query=QUERY))
         plain = first_token(engine, lead.plain())
         assert largest(first_token(engine, lead), plain) <= BOUND
-        shorter = Ask(prompt(lead=THIRD[:-1], query=QUERY))
-        assert largest(first_token(engine, shorter), plain) > BOUND
+        assert largest(first_token(engine, Ask(prompt(lead=THIRD[:-1], query=QUERY))), plain) > BOUND
         engine.reset()
         cold, warm = engine.ask_one_by_one(COMPOSED, COMPOSED)
         assert warm.cached > cold.cached == 0 and same(cold, warm)

@@ -1,7 +1,5 @@
 """Questions of the demo model, and who asks them: one client, several at once, a plain one beside them."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -51,8 +49,7 @@ def prompt_of(task: Task) -> str:
 def ask(server: Server, task: Task) -> str:
     """The answer.  Raises what httpx raises: refused, broken off, not within the bound."""
     body = {"prompt": prompt_of(task), "max_tokens": 8, "temperature": 0}
-    response = _HTTP.post(f"{server.url}/v1/completions", json=body)
-    [choice] = response.raise_for_status().json()["choices"]
+    [choice] = _HTTP.post(f"{server.url}/v1/completions", json=body).raise_for_status().json()["choices"]
     return choice["text"].strip()
 
 

@@ -1,7 +1,5 @@
 """One server with a disk of its own, Redis and LMCache; tests break one at a time and mend it again."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -39,12 +37,9 @@ TRIES = 4
 
 def small_server(log: Path, records: int, *tier_options: dict[str, object], **store: object) -> Server:
     """The demo model with room for so many records in the pool."""
-    options = {
-        "pool_bytes": records * RECORD_BYTES,
-        "expected_segment_tokens": DOCUMENT_TOKENS,
-        "expected_live_heads": 1.0,
-        "store": {"tiers": tier_options, "deadline_s": DEADLINE_S, **store},
-    }
+    options: dict[str, object] = {"store": {"tiers": tier_options, "deadline_s": DEADLINE_S, **store}}
+    options |= {"pool_bytes": records * RECORD_BYTES, "expected_segment_tokens": DOCUMENT_TOKENS}
+    options["expected_live_heads"] = 1.0
     return Server(
         EXAMPLE / "model",
         *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),
@@ -163,8 +158,5 @@ def stand(_stand: Stand) -> Iterator[Stand]:
     assert all(tier["up"] and not tier["corrupt"] for tier in found.values()), found
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.engine)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.engine)

@@ -1,7 +1,5 @@
 """Things that go wrong at a test's command: a disk of its own, and a way to a server that is slow."""
 
-from __future__ import annotations
-
 import os
 import socket
 import socketserver
@@ -30,15 +28,10 @@ class SmallDisk:
 
     def __enter__(self) -> Self:
         self._point.mkdir()
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         told = []
         for how in (["unshare", "-m"], ["unshare", "-Urm"]):
-            self._shell = subprocess.Popen(
-                [*how, "sh"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            self._shell = subprocess.Popen([*how, "sh"], text=True, **pipes)
             fault = self._run(f"mount -t tmpfs -o size={self._size} tmpfs {self._point}")
             if fault is None:
                 return self
@@ -53,12 +46,9 @@ class SmallDisk:
 
     def _run(self, command: str) -> str | None:
         """``None``, or what the command says when it fails."""
-        assert self._shell is not None and self._shell.stdin is not None and self._shell.stdout is not None
-        try:
+        with suppress(BrokenPipeError):
             self._shell.stdin.write(f"{command}; echo = $?\n")
             self._shell.stdin.flush()
-        except BrokenPipeError:
-            pass
         said = []
         for line in self._shell.stdout:
             if line.startswith("= "):
@@ -68,7 +58,6 @@ class SmallDisk:
 
     @property
     def path(self) -> Path:
-        assert self._shell is not None
         return Path(f"/proc/{self._shell.pid}/root{self._point}")
 
     def set_writable(self, writable: bool) -> None:

@@ -1,7 +1,5 @@
 """What a server says of its tiers, and what lies in them."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections.abc import Callable

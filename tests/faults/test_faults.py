@@ -1,8 +1,6 @@
 """A tier that fails, hangs or is slow costs records, never a request, and never a plain request's time; nor
 does ``kill -9`` in the middle of a write."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -225,13 +223,14 @@ def queueing(folder: Path, close_s: float, stop_s: float) -> Iterator[tuple[Serv
     how many records were computed."""
     with RedisServer(folder) as redis, SlowWay(redis.port) as way, redis.client() as client:
         tier = {"type": "redis", "url": f"redis://127.0.0.1:{way.port}/0"}
-        with small_server(folder / "server.log", 100, tier, close_s=close_s) as server:
+        # A write that takes too long on a busy machine would be given up.
+        waits = {"close_s": close_s, "deadline_s": BOUND_S}
+        with small_server(folder / "server.log", 100, tier, **waits) as server:
             server.stop_timeout_s = stop_s
             way.delay_s = 1.0
             ask_right(server, *Questions().new(2))
             name = "vllm:hypic_segments_computed_total"
-            counts = server.wait_for_metrics(lambda m: m[name] >= 2 * DOCUMENTS)
-            yield server, client, counts[name]
+            yield server, client, server.wait_for_metrics(lambda m: m[name] >= 2 * DOCUMENTS)[name]
 
 
 @pytest.mark.fast("in one process")

@@ -4,8 +4,6 @@ Of other people's packages :data:`INSTALLED` and what they require can be import
 machine with a GPU that was set up for PyTorch, and not for this package or vLLM.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

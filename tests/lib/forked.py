@@ -92,15 +92,8 @@ class ForkedProcess:
         return bool(ends.poll(None if timeout is None else 1000 * timeout))
 
 
-def launch(
-    command: Sequence[str],
-    log: Path,
-    *,
-    env: Mapping[str, str] | None = None,
-    folder: Path | None = None,
-    at_the_end: signal.Signals = signal.SIGTERM,
-) -> Any:
-    """As :func:`benchmarks.lib.processes.launch`.
+def launch(command: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> Any:
+    """As :func:`benchmarks.lib.processes.launch`, in this process's folder.
 
     The process ends with this test run, not with the thread that calls this.
     """
@@ -109,10 +102,10 @@ def launch(
         # The sampler's count of better tokens would be compiled for every new shape: seconds each.
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if not _may_be_forked(command, environment):
-        return processes.launch(command, log, env=env, folder=folder, at_the_end=at_the_end)
+        return processes.launch(command, log, env=env)
     with log.open("ab") as out:
         files = out.fileno(), out.fileno()
-        return _server().start(command, environment, folder, *files, at_the_end=at_the_end)
+        return _server().start(command, environment, None, *files, at_the_end=signal.SIGTERM)
 
 
 def host(code: str, log: Path, pipe: int) -> ForkedProcess:
@@ -139,10 +132,9 @@ def run(
     environment = dict(os.environ if env is None else env)
     if not fork or not _may_be_forked(words, environment):
         return _run_as_usual(words, environment, cwd, timeout)
-    folder = None if cwd is None else Path(cwd)
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         files = out.fileno(), err.fileno()
-        process = _server().start(words, environment, folder, *files, at_the_end=signal.SIGTERM)
+        process = _server().start(words, environment, cwd, *files, at_the_end=signal.SIGTERM)
         try:
             code = process.wait(timeout)
         finally:
@@ -208,7 +200,7 @@ class _Server:
         self,
         command: Sequence[str],
         environment: dict[str, str],
-        folder: Path | None,
+        folder: str | Path | None,
         *files: int,
         at_the_end: signal.Signals,
     ) -> ForkedProcess:

@@ -1,7 +1,5 @@
 """An ASGI application in a thread of the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

@@ -5,8 +5,6 @@ on, when `make test ALL=1` passed last.  Where the files are still the same, the
 `make test ALL=1`, `make test-slow` and CI on its days (CONTRIBUTING) run every group.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -30,19 +30,20 @@ def commands() -> list[str]:
     return list(dict.fromkeys(RUN.findall(text)))
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python -m`` with these arguments, with little installed."""
+def run(*arguments: str) -> str:
+    """What ``python -m`` with these arguments prints, with little installed."""
     command = [sys.executable, str(ROOT / "tests" / "lib" / "bare.py"), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("arguments", [*commands(), "-o addopts= tests/unit/linear"])
 def test_no_test_file_is_left_out_for_what_it_imports(arguments: str) -> None:
     options = shlex.split(arguments)
-    done = run("pytest", *options, "--collect-only", "-q")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    printed = run("pytest", *options, "--collect-only", "-q").splitlines()
+    found = {line.partition("::")[0] for line in printed if "::" in line}
     folders = [ROOT / path for path in options if path.startswith("tests/")]
     there = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("test_*.py")}
     ignored = {path.removeprefix("--ignore=") for path in options}
@@ -50,14 +51,12 @@ def test_no_test_file_is_left_out_for_what_it_imports(arguments: str) -> None:
 
 
 def test_the_benchmarks_begin() -> None:
-    done = run("benchmarks.gpu", "--help")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run("benchmarks.gpu", "--help")
 
 
 def test_records_move() -> None:
-    done = run("pytest", "-o", "addopts=", "-q", "tests/cuda/moving")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout and "only what a GPU runs itself" in done.stdout
+    printed = run("pytest", "-o", "addopts=", "-q", "tests/cuda/moving")
+    assert "4 passed" in printed and "only what a GPU runs itself" in printed
 
 
 def test_little_is_there() -> None:

@@ -45,7 +45,7 @@ del PAGES["docs/reference/commands.md"]  # generated; its blocks are usage lines
 SETUP, MAKEFILE = ((ROOT / name).read_text() for name in ("setup.py", "Makefile"))
 
 TEXT = {
-    "README.md": "output, which test_readme.py compares",
+    "README.md": "output, which test_tutorials.py compares",
     "docs/start/rag-server.md": "output, which test_tutorials.py compares",
     "docs/how-it-works/segments.md": "a picture",
     "docs/how-it-works/transitions.md": "formulas",
@@ -159,7 +159,6 @@ def read_command(words: list[str], place: Path, part: bool) -> None:
 @cache
 def serve_parser() -> argparse.ArgumentParser:
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from vllm_hypic.patches import backend_name
 

@@ -1,9 +1,9 @@
 """Pretrained models: where they are looked for, what is said where they are not, and how they get there."""
 
 import hashlib
-import importlib.util
 import json
 import shutil
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +14,16 @@ import pytest
 from benchmarks.lib import pretrained
 from benchmarks.lib.pretrained import GEMMA3, SMOLLM2
 
-TOOL = Path(__file__).parents[2] / "tools" / "fetch_model.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import fetch_model
 
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """The tool, with a folder of models of its own."""
     monkeypatch.setenv(pretrained.FOLDER_VARIABLE, str(tmp_path / "models"))
-    spec = importlib.util.spec_from_file_location("fetch_model", TOOL)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return fetch_model
 
 
 def test_where_models_are(monkeypatch: pytest.MonkeyPatch) -> None:

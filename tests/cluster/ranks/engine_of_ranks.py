@@ -8,8 +8,6 @@ stock engine, and answers the ordinary prompt.
 ``ASKED`` is a list: turns of a fixed conversation, each asked with all before it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -46,8 +44,7 @@ def main(model: str, engine: dict[str, Any], asked: int | list[int], options: di
     rng, sampling = random.Random(0), SamplingParams(max_tokens=8, temperature=0, logprobs=0)
 
     def ask(*prompts: list[int]) -> dict[str, Any]:
-        given: list[Any] = [{"prompt_token_ids": tokens} for tokens in prompts]
-        found = llm.generate(given, sampling, use_tqdm=False)
+        found = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         return {
             "tokens": [list(a.outputs[0].token_ids) for a in found],
             "logprobs": [logprobs(a) for a in found],

@@ -1,12 +1,11 @@
 """One server with two replicas: what the cache API is told both know, and ids resolve wherever one asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import httpx
 import pytest
+from api.conftest import CACHE_API, ENV
 from cache_api.conftest import words
 
 from benchmarks.lib.serving import Server
@@ -17,24 +16,16 @@ TOKENS, REPLICAS = 96, 2
 
 
 def make_server(folder: Path, name: str) -> Server:
-    hypic = {
-        "pool_bytes": 24_000_000,
-        "expected_segment_tokens": TOKENS,
-        "expected_live_heads": 1.0,
-        "store": {"tiers": [{"type": "disk", "path": str(folder / "store"), "bytes": "200MB"}]},
-    }
+    disk = {"type": "disk", "path": str(folder / "store"), "bytes": "200MB"}
+    hypic = {"pool_bytes": 24_000_000, "expected_segment_tokens": TOKENS, "expected_live_heads": 1.0}
+    hypic["store"] = {"tiers": [disk]}
     return Server(
         EXAMPLE / "model",
         *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": hypic})),
         *("--chat-template", str(EXAMPLE / "chat_template.jinja"), "--enforce-eager"),
         *("--enable-prompt-tokens-details", "--kv-cache-memory-bytes", "128M", "--max-model-len", "2048"),
         *("--data-parallel-size", str(REPLICAS)),
-        env={
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_PLUGINS": "hypic,hypic_cache",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        },
+        env=ENV | CACHE_API | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
         log=folder / f"{name}.log",
     )
 

@@ -1,7 +1,5 @@
 """Segment parallelism between servers of two ranks each: each rank sends and receives its part of records."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.lib.client import completion, separator_of
@@ -26,8 +24,6 @@ SETUP = Setup(
     router=("--min-gain", "-1", "--straggler-min-s", "300", "--silence-s", "300"),
     options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
 )
-
-
 PROMPTS = 10
 """vLLM's idle ranks miss their wake-up at times and look again after 5 s, so a request may take half a
 minute, and a segment that is late is computed by who needs it: of so many prompts one must get all."""
@@ -41,11 +37,9 @@ def test_records_of_two_ranks_are_sent_and_received() -> None:
         (worker,), (combine,) = cluster.workers, cluster.combines
         draw, separator = writer(SETUP.model, seed=3), separator_of(combine.url)
         for _ in range(PROMPTS):
-            prompt = uneven(draw, LENGTHS, 24).marked(separator)
-            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+            body = {"prompt": uneven(draw, LENGTHS, 24).marked(separator), "max_tokens": 8, "temperature": 0}
             before = combine.metrics()
             reply = completion(cluster.router.url, body)
-            assert reply.breakdown is not None and reply.breakdown.segments is not None
             assert [part.source for part in reply.breakdown.segments] == ["dispatched"] * len(LENGTHS)
             assert reply.tokens == completion(combine.url, {**body, "cache_salt": "of its own"}).tokens
             ended = before.get(REQUESTS, 0) + 2

@@ -4,18 +4,18 @@ Each stage has its layers of every record; several batches are on their way at o
 hold their heads of every record, and all act alike: what is shared with CUDA is shown.
 """
 
-from __future__ import annotations
-
+import json
+import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lib import forked
 from lib.oracle import save_mamba2_model, save_short_conv_model
 from lib.oracle.models import save_attention_model, save_hybrid_model
-
-from .several import answers, disk, stock_answer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -34,6 +34,29 @@ TENSOR_MODELS = {
     **{name: MODELS[name] for name in ("gated delta net", "Mamba2")},
     "short convolutions": partial(save_short_conv_model, layer_types=["conv", "full_attention", "conv"]),
 }
+
+
+def answers(model: Path, engine: dict[str, Any], asked: int | list[int] = 1, **options: Any) -> Any:
+    """What an engine with these arguments, and these options of the plugin, answers and counts
+    (``engine_of_ranks.py``)."""
+    return run(model, engine, asked, options)
+
+
+def run(model: Path, *arguments: Any) -> Any:
+    script = Path(__file__).with_name("engine_of_ranks.py")
+    done = forked.run(
+        [sys.executable, str(script), str(model), *map(json.dumps, arguments)],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        timeout=800,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, done.stdout[-4000:] + done.stderr[-4000:]
+    return json.loads(found[-1].removeprefix("FOUND "))
+
+
+def disk(folder: Path) -> dict[str, Any]:
+    """Options of a store on disk."""
+    return {"store": {"tiers": [{"type": "disk", "path": str(folder / "disk"), "bytes": "64MiB"}]}}
 
 
 def furthest(one: list[list[float]], other: list[list[float]]) -> float:
@@ -64,7 +87,7 @@ def test_plain_requests_are_those_of_a_stock_engine_of_two_stages(tmp_path: Path
     model = MODELS["gated delta net"](tmp_path / "model")
     # Of an eager engine vLLM's second stage ends on CPU: it asks for what it makes where it is compiled.
     compiled = TWO_STAGES | {"enforce_eager": False}
-    assert answers(model, compiled)["plain"] == stock_answer(model, compiled)
+    assert answers(model, compiled)["plain"] == run(model, compiled, 0, None)["plain"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """A receiver, two peers that speak frames to it, and one that it does not know."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

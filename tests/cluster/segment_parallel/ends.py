@@ -1,7 +1,5 @@
 """A process at one end of transfers, for tests to stop and kill: ``ends.py receive|send|hold ARGUMENTS``."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
@@ -45,9 +43,7 @@ def hold(url: str, nbytes: str, name: str) -> None:
     exporter = Exporter(int(nbytes), loopback=True)
     with Peer(url) as peer:
         assert peer.ask(wire.Offer(name, int(nbytes))) == wire.ClearToSend(name, pull=True)
-        held = exporter.hand_over(name, memoryview(bytes_of(name, int(nbytes))))
-        assert held is not None
-        peer.say(held.message)
+        peer.say(exporter.hand_over(name, memoryview(bytes_of(name, int(nbytes)))).message)
         print("ready", flush=True)
         for _ in sys.stdin:
             exporter.progress()

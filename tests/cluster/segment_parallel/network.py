@@ -3,8 +3,6 @@
 Does what ``Sender`` and ``Receiver`` do with their sockets, one message at a time, in any order.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -160,8 +158,7 @@ class Network:
         """A sender hears the oldest answer."""
         end = self.ends[i]
         if end.answers:
-            after = end.machine.handle(self.codec.reply(end.answers.popleft()), self.now)
-            if after is not Next.KEEP:
+            if end.machine.handle(self.codec.reply(end.answers.popleft()), self.now) is not Next.KEEP:
                 self.cut(i)
             self.flush()
 
@@ -170,10 +167,8 @@ class Network:
             self.receiver.greet(peer, request, "somewhere", self.now)
         elif grant := self.receiver.handle(peer, request, self.now):
             if isinstance(request, wire.Held):
-                assert end is not None
                 self.reads[grant] = end
             else:
-                assert payload is not None
                 self._arrive(grant, payload, Route.TCP)
 
     def read(self, grant: Grant, fault: str = "") -> None:
@@ -182,7 +177,6 @@ class Network:
         if fault:
             self.receiver.failed(grant, fault, self.now)
         else:
-            assert end.memory is not None
             self._arrive(grant, end.memory.bytes, Route.NIXL)
         self.flush()
 
@@ -289,14 +283,11 @@ class Network:
         receiver = self.receiver
         assert not receiver.outbox and set(receiver._expected) == self.expected
         for expected in receiver._expected.values():
-            grants = list(expected.grants.values())
-            assert sum(grant.until > self.now for grant in grants) <= 1, "two may send"
+            assert sum(grant.until > self.now for grant in expected.grants.values()) <= 1, "two may send"
             for peer, grant in expected.grants.items():
                 assert grant.peer == peer and peer in receiver._peers and grant.nbytes <= expected.limit
         assert all(offered.peer in receiver._peers for offered in receiver._offers._all.values())
-        assert {sender: peer for peer, p in receiver._peers.items() for sender in [p.sender]} == (
-            receiver._peer_of
-        )
+        assert {p.sender: peer for peer, p in receiver._peers.items()} == receiver._peer_of
         delivered: Counter[tuple[str, int]] = Counter()
         for i, end in enumerate(self.ends):
             assert not end.machine.outbox and set(end.open) == {t.ticket for t in end.machine.transfers()}

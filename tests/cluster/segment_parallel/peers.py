@@ -1,7 +1,5 @@
 """What tests of transfers share: a receiver's owner, a peer that speaks raw frames, processes, a proxy."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import random
@@ -13,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import pytest
 import zmq
@@ -22,7 +20,6 @@ from vllm_hypic.segment_parallel import wire
 from vllm_hypic.segment_parallel.nixl import Exporter, Puller
 from vllm_hypic.segment_parallel.received import Received
 from vllm_hypic.segment_parallel.receiver import Receiver
-from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender, Sent
 from vllm_hypic.store.protocol import Verdict
 
@@ -34,8 +31,6 @@ LONG_S = 30.0
 NIXL_BYTES = 16 * MIB
 """Of each buffer of NIXL's."""
 over_both = pytest.mark.parametrize("transport", ["tcp", "nixl"])
-
-T = TypeVar("T")
 
 
 def name_of(i: int) -> str:
@@ -54,7 +49,7 @@ def digest(data: Any) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def until(condition: Callable[[], T], what: str = "", timeout_s: float = LONG_S) -> T:
+def until(condition: Callable[[], Any], what: str = "", timeout_s: float = LONG_S) -> Any:
     """What ``condition`` says once it is true."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -63,37 +58,25 @@ def until(condition: Callable[[], T], what: str = "", timeout_s: float = LONG_S)
     return found
 
 
-class Closing:
-    def __enter__(self) -> Self:
-        return self
+class Closing(contextlib.AbstractContextManager):
+    """Its ``close`` is called in the end."""
 
     def __exit__(self, *args: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 class Owner(Closing):
     """A receiver, what was read there, and what it reported.
 
     ``send_s`` is longer than any test: another sender goes for a reason, not because time has passed.
-    ``transport`` ``nixl``: with a puller, this one if given.
+    ``options`` are the receiver's; ``transport`` ``nixl``: with a puller.
     """
 
-    def __init__(
-        self,
-        listen: str = ANY_PORT,
-        namespace: str = "ns",
-        secret: Secret | None = None,
-        max_nbytes: int = 64 * MIB,
-        send_s: float = 1000.0,
-        transport: str = "tcp",
-        puller: Puller | None = None,
-    ) -> None:
-        if transport == "nixl" and puller is None:
-            puller = Puller(NIXL_BYTES, loopback=True)
-        self.receiver = Receiver(listen, namespace, secret, max_nbytes, puller, send_s=send_s)
+    def __init__(self, listen: str = ANY_PORT, transport: str = "tcp", **options: Any) -> None:
+        if transport == "nixl":
+            options["nixl"] = Puller(NIXL_BYTES, loopback=True)
+        usual = {"namespace": "ns", "secret": None, "max_nbytes": 64 * MIB, "send_s": 1000.0}
+        self.receiver = Receiver(listen, **usual | options)
         self.url = self.receiver.url
         self.verdict: Verdict | Any = Verdict.TAKEN
         self.read: list[bytes] = []
@@ -113,8 +96,8 @@ class Owner(Closing):
             self.received[received.name] = received
         return self.received
 
-    def wait_for(self, *names: str, timeout_s: float = LONG_S) -> list[Received]:
-        until(lambda: set(names) <= set(self.poll()), "ends", timeout_s)
+    def wait_for(self, *names: str) -> list[Received]:
+        until(lambda: set(names) <= set(self.poll()), "ends")
         return [self.received[name] for name in names]
 
     def close(self) -> None:
@@ -122,14 +105,12 @@ class Owner(Closing):
 
 
 class Outgoing(Closing):
-    """A sender, and what it reported.  ``transport`` ``nixl``: with an exporter."""
+    """A sender with these ``options``, and what it reported.  ``transport`` ``nixl``: with an exporter."""
 
-    def __init__(
-        self, namespace: str = "ns", secret: Secret | None = None, transport: str = "tcp", **options: Any
-    ) -> None:
+    def __init__(self, transport: str = "tcp", **options: Any) -> None:
         if transport == "nixl":
             options["nixl"] = Exporter(NIXL_BYTES, loopback=True)
-        self.sender = Sender(namespace, secret, **options)
+        self.sender = Sender(**{"namespace": "ns", "secret": None, **options})
         self.sent: dict[int, Sent] = {}
 
     def send(self, name: str, data: Any, url: str, deadline_s: float = LONG_S) -> int:
@@ -175,18 +156,18 @@ class Peer(Closing):
     def frames(self, *frames: bytes) -> None:
         self._socket.send_multipart(list(frames))
 
-    def hear(self, timeout_s: float = LONG_S, welcome: bool = False) -> wire.Reply:
+    def hear(self, welcome: bool = False) -> wire.Reply:
         """The next answer, but for a welcome that nobody asked for."""
         while True:
-            assert self._socket.poll(round(1000 * timeout_s)), "no answer"
+            assert self._socket.poll(round(1000 * LONG_S)), "no answer"
             [frame] = self._socket.recv_multipart()
             reply = self._codec.reply(frame)
             if welcome or reply != wire.Welcome():
                 return reply
 
-    def ask(self, message: wire.Request, timeout_s: float = LONG_S) -> wire.Reply:
+    def ask(self, message: wire.Request) -> wire.Reply:
         self.say(message)
-        return self.hear(timeout_s, welcome=isinstance(message, wire.Hello))
+        return self.hear(welcome=isinstance(message, wire.Hello))
 
     def offer(self, name: str) -> wire.Reply:
         return self.ask(wire.Offer(name, len(DATA)))

@@ -1,7 +1,5 @@
 """Options of segment parallelism and of its router: what is allowed, and what a refusal says."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess
@@ -124,11 +122,8 @@ def test_what_may_stand_for_another_machine_is_no_loopback(url: str) -> None:
 
 def test_the_page_has_the_defaults_that_it_quotes() -> None:
     """All options with their defaults are in the generated reference."""
-    defaults = {
-        f.name: f.default
-        for config in (RouterConfig, SegmentParallelConfig)
-        for f in dataclasses.fields(config)
-    }
+    fields = (*dataclasses.fields(RouterConfig), *dataclasses.fields(SegmentParallelConfig))
+    defaults = {field.name: field.default for field in fields}
     quoted = re.findall(r"`(?:--)?([a-z][a-z_-]+)` \((\d[\d.]*)\)", PAGE.read_text())
     told = {name.replace("-", "_"): float(value) for name, value in quoted}
     assert len(told) == len(quoted) == 6 and told == {name: defaults[name] for name in told}

@@ -1,7 +1,5 @@
 """The demo's verdict, the demo itself, and that nothing of it outlives it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

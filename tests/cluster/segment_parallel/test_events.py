@@ -1,7 +1,5 @@
 """Events over real sockets: views that are right, and that say so when they may not be."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -64,10 +62,10 @@ async def subscribed(at: str, secret: Secret | None = None) -> AsyncIterator[Sub
             await task
 
 
-async def until(met: Callable[[], bool], what: str, bound_s: float = BOUND_S) -> None:
-    deadline = time.monotonic() + bound_s
+async def until(met: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + BOUND_S
     while not met():
-        assert time.monotonic() < deadline, f"not within {bound_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {BOUND_S:g} s: {what}"
         await asyncio.sleep(0.005)
 
 
@@ -211,8 +209,7 @@ sys.stdin.read()
 
 
 async def test_silence_makes_an_instance_unknown_and_it_comes_back(at):
-    command = [sys.executable, "-c", _PUBLISHER, at, *keys(1)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", _PUBLISHER, at, *keys(1)], stdin=subprocess.PIPE)
     try:
         async with subscribed(at) as subscription:
             view = subscription.view

@@ -1,13 +1,11 @@
 """Real router and servers whose text is literal: parts cut prompts and chats, what documents say does not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from api.conftest import answered
-from cache_api.conftest import SEP_PART, separated
+from cache_api.conftest import led, separated
 
 from benchmarks.lib.cluster import Cluster, Setup
 from benchmarks.lib.serving import Server
@@ -48,9 +46,8 @@ def test_parts_have_segments_computed_by_workers(cluster: Cluster, path: str) ->
     if path == "completions":
         body = {"prompt": separated(f"<bos> <sys> {task.system}", *documents, task.question)}
     else:
-        content = [SEP_PART, *separated(*documents, task.question)]
-        said = {"system": task.system, "user": content}
-        body = {"messages": [{"role": role, "content": content} for role, content in said.items()]}
+        user = {"role": "user", "content": led(*documents, task.question)}
+        body = {"messages": [{"role": "system", "content": task.system}, user]}
     alone = ask(combine, path, body, f"alone {len(path)}")
     for attempt in range(10):
         # The router does not use a worker that it has not heard of for 2 s, as on a busy machine.

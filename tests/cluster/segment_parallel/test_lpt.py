@@ -1,7 +1,5 @@
 """LPT against the exact optimum, and the optimum against trying everything."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

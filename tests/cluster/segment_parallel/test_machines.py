@@ -1,7 +1,5 @@
 """The two halves of the protocol together, without sockets: whatever is lost, late, or said out of turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -146,8 +144,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        if hasattr(self, "network"):
-            self.network.check()
+        self.network.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "network"):
@@ -232,9 +229,7 @@ def test_a_routers_word_lasts_for_a_while(
     network: Network, word: Any, outcome: Outcome, seconds: float, lasts: bool
 ) -> None:
     network.run()
-    peer = network.ends[0].peer
-    assert peer is not None
-    network.hear(peer, word([A]), None, None)
+    network.hear(network.ends[0].peer, word([A]), None, None)
     network.receiver.outbox.clear()
     network.pass_time(seconds)
     network.expect(A)

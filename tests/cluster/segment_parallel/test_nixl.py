@@ -3,8 +3,6 @@
 ``UCX_TLS=tcp`` where a transfer must stop half-way: shared memory is read in one go.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -145,7 +143,7 @@ def test_a_sender_killed_in_the_middle_of_a_read() -> None:
     nbytes = 64 * MIB
     data = bytes_of(A, nbytes)
     with (
-        Owner(puller=puller) as owner,
+        Owner(nixl=puller) as owner,
         Outgoing(transport="nixl") as other,
         Child("hold", owner.url, nbytes, A) as child,
     ):
@@ -180,7 +178,7 @@ def test_a_receiver_killed_while_it_reads(outgoing: GatedOutgoing) -> None:
 def test_a_read_that_takes_too_long_is_replaced_and_its_room_is_left_alone(outgoing: GatedOutgoing) -> None:
     """What was given up arrives all the same, later: it must not overwrite another record."""
     puller = Puller(NIXL_BYTES, loopback=True, late_s=0.2)
-    with Owner(puller=puller) as owner, Outgoing(transport="nixl") as other:
+    with Owner(nixl=puller) as owner, Outgoing(transport="nixl") as other:
         owner.expect(A, B, C, D)
         assert delivered(owner, outgoing, A, bytes_of(A, MIB)) is Route.TCP
         assert owner.receiver.counts().unpulled == 1
@@ -258,9 +256,7 @@ def test_what_cannot_be_read_is_sent(owner: Owner) -> None:
 
 def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
     gate = Gated()
-    held = gate.hand_over(A, memoryview(DATA))
-    assert held is not None
-    message = held.message
+    message = gate.hand_over(A, memoryview(DATA)).message
     with Peer(owner.url) as peer, Owner() as plain, Peer(plain.url) as stranger:
         peer.say(message)
         assert peer.hears_nothing() and owner.receiver.counts().dropped == 1
@@ -276,9 +272,8 @@ def test_what_nobody_asked_to_hold_is_dropped(owner: Owner) -> None:
 
 def test_without_the_package_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    config = SegmentParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl")
     with pytest.raises(ConfigError, match=r"NIXL cannot be imported .* `pip install nixl=="):
-        open_nixl(config)
+        open_nixl(SegmentParallelConfig("tcp://127.0.0.1:7100", "tcp://127.0.0.1:7101", transport="nixl"))
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

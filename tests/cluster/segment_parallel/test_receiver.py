@@ -1,7 +1,5 @@
 """The receiver, asked by peers that speak frames: who is cleared to send, and what routers say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,10 +1,9 @@
 """The receiver, asked by peers that speak frames: what is refused, changes nothing, or fails; its life."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,17 +20,11 @@ from vllm_hypic.store.protocol import Verdict
 from .peers import DATA, MIB, A, B, C, Outgoing, Owner, Peer, deliver, name_of, until
 
 
-@pytest.mark.parametrize("fault", ["raises", "no verdict"])
+@pytest.mark.parametrize("reader", [lambda data: 1 / 0, lambda data: None], ids=["raises", "no verdict"])
 def test_a_reader_that_fails_is_logged_and_ends_nothing(
-    owner: Owner, peer: Peer, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    owner: Owner, peer: Peer, reader: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-
-    def reader(data: memoryview) -> Verdict:
-        if fault == "raises":
-            raise RuntimeError("disk on fire")
-        return None  # type: ignore[return-value]
-
     owner.receiver.expect(A, MIB, reader)
     answer = deliver(peer, A)
     assert isinstance(answer, wire.Nack) and answer.reason.startswith("the record could not be read")
@@ -224,8 +217,7 @@ def test_hostile_frames_are_counted_and_change_nothing_else(caplog: pytest.LogCa
         @given(st.lists(MESSAGES, min_size=8, max_size=12))
         def attack(messages: list[list[bytes]]) -> None:
             nonlocal sent
-            hostile = [frames for frames in messages if not understood(frames)]
-            for frames in hostile:
+            for frames in [frames for frames in messages if not understood(frames)]:
                 greeted.frames(*frames)
                 stranger.frames(*frames)
                 sent += 2
@@ -268,8 +260,7 @@ def test_expecting_twice_is_a_mistake(owner: Owner) -> None:
         owner.expect(B, limit=0)
 
 
-def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations() -> None:
-    owner = Owner()
+def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations(owner: Owner) -> None:
     with Peer(owner.url) as peer, Outgoing() as outgoing:
         owner.expect(A, B)
         assert peer.offer(A) == wire.ClearToSend(A)
@@ -287,7 +278,7 @@ def test_closing_with_peers_connected_frees_the_port_and_ends_all_expectations()
             assert outgoing.wait_for(ticket).delivered and successor.wait_for(C)[0].taken
 
 
-def test_ipv6(owner: Owner) -> None:
+def test_ipv6() -> None:
     with Owner("tcp://[::1]:0") as six, Outgoing() as outgoing:
         six.expect(A)
         assert outgoing.deliver(A, DATA, six.url).delivered

@@ -1,8 +1,6 @@
 """Both ends refuse a peer without the secret, over real sockets.  A permit lets its holder send and await the
 records of a signed request for a minute."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext

@@ -1,8 +1,5 @@
 """Sender and receiver together: whole records arrive, whatever happens to the processes at either end."""
 
-from __future__ import annotations
-
-import asyncio
 import gc
 import signal
 import socket
@@ -327,13 +324,13 @@ def test_a_sender_that_is_stopped_and_goes_on(outgoing: Outgoing) -> None:
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=["plain", "secret"])
-async def test_a_withdrawal_arrives(secret: Secret | None) -> None:
+def test_a_withdrawal_arrives(secret: Secret | None) -> None:
     names = [name_of(i) for i in range(1200)]  # several messages
     with Owner(secret=secret) as owner:
         owner.expect(*names)
-        await asyncio.to_thread(withdraw, owner.url, "ns", names, secret)
+        withdraw(owner.url, "ns", names, secret)
         assert not any(received.taken for received in owner.wait_for(*names))
-        await asyncio.to_thread(withdraw, owner.url, "ns", [], secret)
+        withdraw(owner.url, "ns", [], secret)
         assert owner.receiver.counts().withdrawn == 1200
 
 

@@ -4,8 +4,6 @@ FlashAttention alone is a stand-in, computed in float64; the implementation, its
 operators are the real ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -33,6 +31,7 @@ from vllm_hypic.pool.tensors import DevicePool, quantised
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, ROTARY = 4, 2, 32, 16
+TABLE = table_of(128, ROTARY)
 BLOCK = 16
 SLOTS = 64
 """Token slots of the pool."""
@@ -144,8 +143,7 @@ class World:
         places = torch.randperm(SLOTS, generator=gen)
         self.columns = places[:19], places[19:30]
         for slots in self.columns:
-            key, value = normal(len(slots), KV_HEADS, SIZE), normal(len(slots), KV_HEADS, SIZE)
-            self.public.write(slots, key, value)
+            self.public.write(slots, *(normal(len(slots), KV_HEADS, SIZE) for _ in "kv"))
         self.capture_slots = places[30:36].numpy()
 
         self.prefill = stream(self.columns, [0, 1], [3, 5], 9)
@@ -158,9 +156,8 @@ class World:
         plans = {1: self.prefill, 3: self.decode, 4: self.blind}
         self.step = pass_of(self.lengths, plans, {2: capture})
         self.runtime.step = self.step
-        self.capture_positions = torch.arange(
-            3, 8
-        )  # tokens 3 to 8 of it are of its interior and in this pass
+        # Tokens 3 to 8 of it are of its interior and in this pass.
+        self.capture_positions = torch.arange(3, 8)
 
         tokens = self.starts[-1]
         self.query = torch.full((tokens + 3, HEADS, SIZE), math.nan, dtype=self.dtype)
@@ -210,15 +207,13 @@ class World:
         if self.sinks:
             # About as large as the sum over the columns of some rows.
             self.impl.sinks = torch.linspace(0, 3, HEADS).to(self.dtype)
-        rope: Any = None
-        if self.table is not None:
-            rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
+        rope = SimpleNamespace(cos_sin_cache=self.table, is_neox_style=self.neox)
+        rope = None if self.table is None else rope
         scales = Scales.of(self.layer) if self.scales else None
         self.impl.link = CUDAAttentionLink(self.runtime, self.public, rope, operators, scales)
 
     def _quantise(self) -> None:
         """What vLLM has quantised before attention runs; what is expected is of the same numbers."""
-        assert self.scales is not None
         of_query, of_key, of_value = self.scales
         self.impl.kv_cache_dtype, self.impl.vllm_flash_attn_version = "fp8", 3
         bytes_of = torch.empty(self.cache.shape, dtype=FP8)
@@ -247,13 +242,10 @@ class World:
         padded = {c.row.index: c.plan.positions for c in self.step.captures}
         for i, (s0, n) in enumerate(self.lengths):
             private_key, private_value = (t.double() for t in self.private[i])
-            positions = padded.get(i)
-            if i in composed:
-                positions = composed[i].logical(0, s0 + n)
+            positions = composed[i].logical(0, s0 + n) if i in composed else padded.get(i)
             if positions is None:
                 positions = np.arange(s0 + n)
-            rows = range(self.starts[i], self.starts[i + 1])
-            for r, row in enumerate(rows):
+            for r, row in enumerate(range(self.starts[i], self.starts[i + 1])):
                 key, value = private_key[: s0 + r + 1], private_value[: s0 + r + 1]
                 at = torch.from_numpy(positions[: s0 + r + 1])
                 if i in composed:
@@ -272,8 +264,7 @@ class World:
                     key, value = key[near], value[near]
                 query = self.query[row : row + 1].double() * (self.scales or (1.0,))[0]
                 given = query, key, value, torch.tensor([len(key)]), SIZE**-0.5
-                out, _ = attend(*given, sinks=self.impl.sinks)
-                parts.append(out)
+                parts.append(attend(*given, sinks=self.impl.sinks)[0])
         return torch.cat(parts)
 
     def check(self, expected: torch.Tensor | None = None) -> torch.Tensor:
@@ -283,7 +274,3 @@ class World:
         error = (found.double() - wanted).abs().max()
         assert error < LIMITS[self.dtype], error
         return found
-
-
-def angles(positions: int) -> torch.Tensor:
-    return table_of(positions, ROTARY)

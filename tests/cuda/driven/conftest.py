@@ -6,8 +6,6 @@ A process of its own, for what ``TRITON_INTERPRET`` says when triton is imported
 ``tests/cuda/test_cuda_driven.py`` starts it.  This folder must not become a package, like ``triton``.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

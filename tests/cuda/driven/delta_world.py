@@ -3,8 +3,6 @@
 Stock vLLM's recurrence alone is a stand-in, which believes the metadata that it is given.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,8 +77,7 @@ class Kind:
         return GatedDeltaWeights.prepare(weight, None, layer.A_log, bias, self.key_heads, 1e-6)
 
     def conv(self, layer: Any) -> Tensor:
-        weight: Tensor = layer.conv1d.weight
-        return weight
+        return layer.conv1d.weight
 
     def complete(self, layer: Any) -> None:
         """What vLLM's layer of this kind has beside."""
@@ -175,7 +172,6 @@ def stock_core(layer: Any, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_ou
         out[:] = undrafted(layer, m, x)
     else:
         mine, others = m.spec_token_indx, m.non_spec_token_indx
-        assert mine is not None and others is not None
         assert sorted([*mine.tolist(), *others.tolist()]) == list(range(tokens))
         assert len(mine) == m.num_spec_decode_tokens and m.num_decodes == 0
         out[mine] = drafted(layer, m, x.part(mine.long()))
@@ -198,7 +194,6 @@ def undrafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tenso
     """Rows of requests that do not decode with drafts."""
     requests, decodes = m.num_decodes + m.num_prefills, m.num_decodes
     starts, slots = m.non_spec_query_start_loc, m.non_spec_state_indices_tensor
-    assert starts is not None and slots is not None
     assert starts.dtype == slots.dtype == torch.int32
     assert len(starts) == requests + 1 and len(slots) == requests
     bounds = starts.tolist()
@@ -206,10 +201,8 @@ def undrafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tenso
     assert bounds[decodes] == m.num_decode_tokens == decodes
     resumed = [True] * requests
     if m.num_prefills:
-        assert m.has_initial_state is not None and m.prefill_has_initial_state is not None
         resumed = m.has_initial_state.tolist()
         assert m.prefill_has_initial_state.tolist() == resumed[decodes:]
-        assert m.prefill_query_start_loc is not None and m.prefill_state_indices is not None
         assert m.prefill_query_start_loc.tolist() == [at - decodes for at in bounds[decodes:]]
         assert m.prefill_state_indices.tolist() == slots.tolist()[decodes:]
         lengths = [hi - lo for lo, hi in itertools.pairwise(bounds)]
@@ -222,9 +215,8 @@ def undrafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tenso
     else:
         assert m.has_initial_state is m.chunk_indices is m.nums_dict is None
     conv, state = layer.kv_cache
-    return recurrence(
-        layer, LayerCaches(slots, conv[:, : TAPS - 1], state.transpose(2, 3)), x, bounds, resumed
-    )
+    caches = LayerCaches(slots, conv[:, : TAPS - 1], state.transpose(2, 3))
+    return recurrence(layer, caches, x, bounds, resumed)
 
 
 def drafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tensor:
@@ -232,7 +224,6 @@ def drafted(layer: Any, m: GDNAttentionMetadata, x: GatedDeltaInputs) -> Tensor:
     in the slot of the last token accepted before, leaves one for each token, and keeps all that its
     convolution may need in its first slot, from the row of that token on."""
     table, accepted, starts = m.spec_state_indices_tensor, m.num_accepted_tokens, m.spec_query_start_loc
-    assert table is not None and accepted is not None and starts is not None
     assert len(table) == len(accepted) == len(starts) - 1 == m.num_spec_decodes
     conv, state = layer.kv_cache
     out = torch.zeros(len(x.mixed), layer.kind.heads, layer.kind.V, dtype=torch.float64)
@@ -328,13 +319,8 @@ class World(mixed_batch.World):
 
     def exactly(self, caches: Any, records: Any, composed: tuple[Tensor, Tensor], segments: Tensor) -> Tensor:
         out = torch.zeros(self.tokens, *self.width, dtype=torch.float64)
-        given = (
-            GatedDeltaInputs(self.mixed, self.a, self.b),
-            self.kind.weights(self.layer),
-            caches,
-            out,
-            records,
-        )
+        x = GatedDeltaInputs(self.mixed, self.a, self.b)
+        given = x, self.kind.weights(self.layer), caches, out, records
         reference.gdn_compose(*given, *composed)
         reference.gdn_segments(*given, segments, [])
         return self.kind.finished(out, self.mixed[: self.tokens].double())

@@ -4,9 +4,6 @@ Each has ``run``, which runs the pass; ``bound``, the bytes that it may take by 
 ``planted``, a method that the pass calls, and how its arguments name rows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +34,6 @@ from vllm_hypic.pool.plans import CapturePlan
 from vllm_hypic.pool.step import StepContext
 
 Patch = pytest.MonkeyPatch
-Planted = tuple[type, str, Callable[..., Tensor]]
 PARTS = 4
 """Columns of a part, in which all columns of a request of the worlds make several."""
 
@@ -46,7 +42,7 @@ class Attention:
     """A layer of wide heads in a pass whose requests that decode have many rows; partial results are those of
     16 rows at a time."""
 
-    planted: Planted = attention_layer.HypicCUDAAttentionImpl, "heads", lambda query: query
+    planted = attention_layer.HypicCUDAAttentionImpl, "heads", lambda query: query
 
     def __init__(self, patch: Patch, **kind: Any) -> None:
         patch.setattr(attention, "HEADS", 8)
@@ -56,7 +52,7 @@ class Attention:
         for module in (cuda_rows, attention_layer):
             patch.setattr(module, "PARTIAL_BYTES", 16 * 3 * 8 * 129 * 4)
         self.patch = patch
-        self.world = attention.World(torch.bfloat16, attention.angles(128), drafts=23, **kind)
+        self.world = attention.World(torch.bfloat16, attention.TABLE, drafts=23, **kind)
 
     def run(self) -> Device:
         world = self.world
@@ -84,7 +80,7 @@ class Attention:
 class Latents:
     """Latent attention in a pass with a long composed prefill."""
 
-    planted: Planted = cuda_mla.CUDALatentAttention, "absorbed", lambda layer, nope: nope
+    planted = cuda_mla.CUDALatentAttention, "absorbed", lambda layer, nope: nope
 
     def __init__(self, patch: Patch) -> None:
         lengths = [*latents.LENGTHS]
@@ -124,10 +120,7 @@ class Latents:
 
 
 class Linear:
-    """A linear layer in a pass."""
-
-    planted: Planted
-    stock: tuple[type, str]
+    """A linear layer in a pass; ``stock``: the class and the name of the method that is stock code's."""
 
     def __init__(self, patch: Patch, world: mixed_batch.World, *owned: Any) -> None:
         self.patch, self.world, self.owned = patch, world, owned
@@ -224,11 +217,7 @@ class ShortConv(Linear):
 class Decodes:
     """Attention in a pass that decodes composed requests, as a full graph has it."""
 
-    planted: Planted = (
-        attention_layer.HypicCUDAAttentionImpl,
-        "_add_decoded",
-        lambda link, plans, query, output: query,
-    )
+    planted = attention_layer.HypicCUDAAttentionImpl, "_add_decoded", lambda link, plans, query, output: query
 
     def __init__(self, patch: Patch) -> None:
         self.patch, self.world = patch, decodes.World()
@@ -245,7 +234,6 @@ class Decodes:
 
             def step(*given: Any) -> StepContext:
                 found = made(*given)
-                assert found.decoding is not None
                 here.own(vars(found.decoding))
                 return found
 

@@ -6,8 +6,6 @@ What lies on the device is marked by its storage: what a test says does (:meth:`
 return, what is made of such tensors, and what code of ours makes with ``device=``.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
@@ -46,21 +44,14 @@ _INDEXES = aten.index.Tensor, aten.index_put_.default, aten.index_put.default
 _MASKS = torch.bool, torch.uint8
 _MAKES = ("empty", "zeros", "ones", "full", "arange")
 _READS = ("tolist", "numpy", "cpu", "item", "__array__")
+_UPLOAD = pool_step, transition_blocks, decoding, draft_steps, learned, worker, drafter
 UPLOADS = (
-    (pool_step, "upload"),
-    (transition_blocks, "upload"),
-    (decoding, "upload"),
-    (draft_steps, "upload"),
-    (learned, "upload"),
+    *((module, "upload") for module in _UPLOAD),
     (learned, "send"),
-    (worker, "upload"),
-    (drafter, "upload"),
     (span_plan, "_copy"),
     (layer_plan, "_upload"),
-    (gdn, "async_tensor_h2d"),
-    (gdn, "compute_causal_conv1d_metadata"),
-    (mamba2, "async_tensor_h2d"),
-    (mamba_rows, "compute_causal_conv1d_metadata"),
+    *((module, "async_tensor_h2d") for module in (gdn, mamba2)),
+    *((module, "compute_causal_conv1d_metadata") for module in (gdn, mamba_rows)),
 )
 """What brings arrays to the device: from pinned memory, or as vLLM's own builders do."""
 

@@ -1,7 +1,5 @@
 """Full attention in float64, and streams that read records, for tests of attention layers on CUDA."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

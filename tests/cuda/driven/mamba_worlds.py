@@ -1,7 +1,5 @@
 """A Mamba2 layer and a short convolution as CUDA runs them, on the CPU, in the worlds of ``mixed_batch``."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +46,6 @@ def scan(layer: Any, projected_states: Tensor, output: Tensor) -> None:
     slots, program = described(m, layer.lengths)
     assert m.chunk_size == CHUNK and m.checkpoint_chunk_idx is m.checkpoint_meta is None
     if m.num_prefills:
-        assert m.has_initial_states_p is not None
         assert m.prep_initial_states == bool(m.has_initial_states_p.any())
         check_chunks(m)
     else:

@@ -5,8 +5,6 @@ Stock code alone is a stand-in, which believes the metadata that it is given; la
 operators are the real ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -43,6 +41,7 @@ DRAFTS = 2
 DRAFTED: Lengths = ((5, 3), (9, 1), *ALL[2:])
 """The decodes have two drafts, and none, in an engine with so many at most."""
 DRAFTED_ALONE: Lengths = ((5, 3), (9, 1), *DECODES[2:])
+BATCHES = {"prefills": ALL, "decodes": DECODES, "drafts": DRAFTED, "drafts alone": DRAFTED_ALONE}
 TABLE = torch.tensor([[4, 3, 6], [1, 8, 0]], dtype=torch.int32)
 """Slots of requests that may decode with drafts."""
 ACCEPTED = torch.tensor([2, 1], dtype=torch.int32)
@@ -143,7 +142,6 @@ def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, 
     """
     decodes = m.num_decodes
     assert m.num_reqs == decodes + m.num_prefills == len(m.seq_lens)
-    assert m.state_indices_tensor_d is not None and m.state_indices_tensor_p is not None
     if has_drafts(lengths):
         assert decodes == 2 and m.query_start_loc_d is not None and m.num_accepted_tokens is not None
         assert m.query_start_loc_d.dtype == torch.int32 and m.num_accepted_tokens.equal(ACCEPTED)
@@ -160,7 +158,6 @@ def described(m: BaseMambaAttentionMetadata, lengths: Lengths) -> tuple[Tensor, 
     assert slots.dtype == torch.int32 and slots.tolist() == [slot_of[n] for n in m.seq_lens.tolist()]
     resumed = [True] * decodes
     if m.num_prefills:
-        assert m.query_start_loc_p is not None and m.has_initial_states_p is not None
         assert m.query_start_loc_p.dtype == torch.int32 and m.has_initial_states_p.dtype == torch.bool
         starts = m.query_start_loc_p.tolist()
         bounds += [bounds[-1] + at for at in starts[1:]]

@@ -8,8 +8,6 @@ rows count as contiguous wherever they begin. Then it prints two lists, of atten
 and sinks and of latents: what was launched in both, and in a pass only.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,8 +54,8 @@ def of_layer(warm_up: Callable[[], object], *passes: Callable[[], object]) -> tu
 
 def attention(heads: int) -> tuple[set[str], set[str]]:
     forward.HEADS, forward.KV_HEADS = heads, 1 if heads < 12 else heads // 4
-    world = forward.World(BF16, forward.angles(128), window=20)
-    stock = forward.World(BF16, forward.angles(128))
+    world = forward.World(BF16, forward.TABLE, window=20)
+    stock = forward.World(BF16, forward.TABLE)
     link: Any = world.impl.link
 
     def connect() -> None:
@@ -139,7 +137,7 @@ def of_attention() -> list[list[str]]:
     for window in (None, 20, 30, 64):
         for sinks, drafts, scales in (*kinds, *((False, drafts, forward.SCALES) for drafts in (0, 3))):
             kind = {"window": window, "sinks": sinks, "drafts": drafts, "scales": scales}
-            world = forward.World(BF16, forward.angles(128), **kind)
+            world = forward.World(BF16, forward.TABLE, **kind)
             link: Any = world.impl.link
             plain = AttentionLink(link.runtime, link.public, link.rope)
             found.append(of_layer(partial(world.impl.connect, world.layer, plain), world.forward))

@@ -3,8 +3,6 @@
 A batch of plain rows, composed rows and captured rows (``attention_world.py``) must give full attention.
 """
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,19 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_world import (
-    BLOCK,
-    CPU,
-    KV_HEADS,
-    LIMITS,
-    SCALES,
-    SIZE,
-    SLOTS,
-    World,
-    angles,
-    install,
-    stand_in,
-)
+from attention_world import BLOCK, CPU, KV_HEADS, LIMITS, SCALES, SIZE, SLOTS, TABLE, World, install, stand_in
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_hypic.backends.attention import cuda_rows as shared_rows
@@ -63,20 +49,20 @@ F32, BF16 = torch.float32, torch.bfloat16
     ids=str,
 )
 def test_a_mixed_batch_gets_full_attention(dtype: torch.dtype, table: bool, kind: dict[str, Any]) -> None:
-    World(dtype, angles(128) if table else None, **kind).check()
+    World(dtype, TABLE if table else None, **kind).check()
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("window", [None, 3, 20, 30, 64])
 def test_fp8_counts_times_its_scales(window: int | None, drafts: int) -> None:
     kind: dict[str, Any] = {"window": window, "drafts": drafts, "sinks": True, "scales": SCALES}
-    world = World(BF16, angles(128), **kind)
+    world = World(BF16, TABLE, **kind)
     expected = world.expected()
     world.check(expected=expected)
     for scale in range(3):
         wrong = [*SCALES]
         wrong[scale] *= 1.3
-        other = World(BF16, angles(128), **kind)
+        other = World(BF16, TABLE, **kind)
         link: Any = other.impl.link
         of_layer = replace(link.scales, query=wrong[0], key=wrong[1], value=wrong[2])
         of_records = replace(link.public, key_scale=wrong[1], value_scale=wrong[2])
@@ -85,7 +71,7 @@ def test_fp8_counts_times_its_scales(window: int | None, drafts: int) -> None:
 
 
 def test_what_is_captured_is_fp8() -> None:
-    world = World(BF16, angles(128), scales=SCALES)
+    world = World(BF16, TABLE, scales=SCALES)
     world.forward()
     rows, slots = world.step.captured.rows, world.step.captured.slots  # type: ignore[union-attr]
     key = unrotate(world.key[rows], world.table, world.step.captured.positions, True)  # type: ignore[union-attr]
@@ -104,14 +90,14 @@ def test_what_is_captured_is_fp8() -> None:
 )
 def test_windows_are_measured_in_the_prompt(window: int, dtype: torch.dtype, sinks: bool) -> None:
     """Windows that hide all that is public, some of it from both composed requests, from one, from none."""
-    world = World(dtype, angles(128), window=window, sinks=sinks)
+    world = World(dtype, TABLE, window=window, sinks=sinks)
     world.check()
     rows = world.step.attention_rows(window, 0)
     assert (rows.merged is None, rows.replaced is None) == (window < 30, window == 64)
 
 
 def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
-    world = World(F32, angles(128), window=3, sinks=True)
+    world = World(F32, TABLE, window=3, sinks=True)
     expected = world.expected()
     far = world.step.attention_rows(3, 0).replaced
     assert far is not None and 0 not in far.rows
@@ -128,7 +114,7 @@ def test_where_all_rows_are_replaced_stock_does_not_run() -> None:
 @pytest.mark.parametrize("drafts", [1, 3, 7])
 def test_drafts_are_attended_to_by_those_behind_them_alone(drafts: int, window: int | None) -> None:
     """What the first row of a composed request that decodes sees does not depend on its drafts."""
-    world = World(F32, angles(128), window=window, drafts=drafts)
+    world = World(F32, TABLE, window=window, drafts=drafts)
     found = world.check()
     first = world.starts[3]
     world.private[3][0][18:].add_(1)
@@ -138,22 +124,19 @@ def test_drafts_are_attended_to_by_those_behind_them_alone(drafts: int, window: 
 
 @pytest.mark.parametrize("fault", ["distances in the stream", "sinks forgotten", "sinks counted twice"])
 def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(F32, angles(128), window=20, sinks=True)
+    world = World(F32, TABLE, window=20, sinks=True)
     expected = world.expected()
     match fault:
         case "distances in the stream":
             far = world.step.attention_rows(20, 0).replaced
-            assert far is not None
             own = torch.from_numpy(causal_kv_lens(far.public.cache_ranges.numpy())) - 1
             nothing = torch.zeros_like(own)
             far = replace(far, hidden_columns=nothing, hidden_tokens=(own - 19).clamp(min=0))
-            monkeypatch.setattr(
-                StepContext, "attention_rows", lambda *_: AttentionRows(None, far, all_replaced=False)
-            )
+            rows = AttentionRows(None, far, all_replaced=False)
+            monkeypatch.setattr(StepContext, "attention_rows", lambda *_: rows)
         case "sinks forgotten":
             world.impl.sinks = None
         case "sinks counted twice":
-            assert world.impl.sinks is not None
             world.impl.sinks = world.impl.sinks + math.log(2)
     error = (world.forward().double() - expected).abs().max()
     assert error > 1000 * LIMITS[F32], error
@@ -164,17 +147,16 @@ def test_pieces_give_the_same_attention(window: int | None, monkeypatch: pytest.
     """Cut after every row, across requests."""
     monkeypatch.setattr(shared_rows, "PARTIAL_BYTES", -1)
     monkeypatch.setattr(shared_rows, "SHORTEST", 1)
-    world = World(F32, angles(128), window=window, sinks=window is not None)
+    world = World(F32, TABLE, window=window, sinks=window is not None)
     world.check()
     public = world.step.attention_rows(None, 0).merged
     if window is None:
-        assert public is not None
         pieces = shared_rows.span_pieces(world.runtime, world.step, public, world.impl.heads(world.query))
         assert len(pieces) == 8
 
 
 def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
-    world = World(BF16, angles(128))
+    world = World(BF16, TABLE)
     ours = world.forward()
     world.impl.link = None
     stock = world.forward()
@@ -187,7 +169,7 @@ def test_plain_rows_keep_the_bits_of_the_stock_implementation() -> None:
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_flash_attention_is_called_once(asked: list[bool], drafts: int) -> None:
     """The stock call leaves its log-sum-exp; in passes of plain rows it is not asked for."""
-    world = World(F32, angles(128), drafts=drafts)
+    world = World(F32, TABLE, drafts=drafts)
     world.check()
     assert asked == [True]
     world.runtime.step = None
@@ -201,7 +183,7 @@ def test_a_log_sum_exp_that_stock_does_not_leave_is_asked_for_again(
     asked: list[bool], sinks: bool, version: int
 ) -> None:
     """FlashAttention 4 has none unless asked, and with sinks it is not known whether they are in it."""
-    world = World(F32, angles(128), sinks=sinks)
+    world = World(F32, TABLE, sinks=sinks)
     assert world.impl.keeps_lse is not sinks
     world.impl.vllm_flash_attn_version = version
     assert not world.impl.keeps_lse
@@ -220,10 +202,9 @@ def test_what_is_kept_is_the_threads_own() -> None:
 
 
 def test_interiors_are_captured_unrotated() -> None:
-    world = World(F32, angles(128))
+    world = World(F32, TABLE)
     raw = torch.randn(5, KV_HEADS, SIZE)
     rows = slice(world.starts[2], world.starts[2] + 5)
-    assert world.table is not None
     world.key[rows] = rotate(raw, world.table[world.capture_positions], True)
     world.forward()
     slots = torch.from_numpy(world.capture_slots)[1:6]
@@ -238,12 +219,11 @@ def test_interiors_are_captured_unrotated() -> None:
 @pytest.mark.parametrize("fault", ["tokens", "rows", "blocks", "positions", "visible_kv_lens"])
 def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is larger than what is tolerated."""
-    world = World(F32, angles(128))
+    world = World(F32, TABLE)
     expected = world.expected()
     match fault:
         case "tokens":  # FlashAttention told of one token too few, when it is called again
             public = world.step.attention_rows(None, 0).merged
-            assert public is not None
             public.cache_ranges[:, 3] -= 1
             monkeypatch.setattr(HypicCUDAAttentionImpl, "keeps_lse", False)
         case "rows":  # the log-sum-exp of the row before

@@ -4,8 +4,6 @@ then made again over what the buffers hold by then.
 FlashAttention is a stand-in; the implementation, the buffers and the Triton kernels are the real ones.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +30,6 @@ from vllm_hypic.connector.metadata import HypicMetadata
 from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.pool.decoding import Decoding
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
-from vllm_hypic.pool.plans import StreamPlan
 from vllm_hypic.pool.runtime import HypicRuntime
 from vllm_hypic.pool.step import Batch, BatchRow, StepContext, StreamTensors, composed_row
 from vllm_hypic.pool.tensors import DevicePool
@@ -42,13 +39,13 @@ ROWS = 6
 """Of the graph; passes have up to so many requests."""
 SLOTS = 1600
 DTYPE = torch.float32
+GEOMETRY = PoolGeometry((AttentionGeometry("layer", KV_HEADS, SIZE, DTYPE),), (), 8, SLOTS // 8, 8)
 DEPTH = 40
 """Tokens that a request may have in vLLM's cache."""
 ALLOCATES = {"aten.empty.memory_format", "aten.new_empty.default", "aten.empty_like.default"}
 VIEWS = {"transpose", "split", "slice", "t", "view", "expand", "select", "unsqueeze", "alias", "as_strided"}
 
-records = [np.arange(700), np.arange(700, 717), np.arange(717, 1400), np.arange(1400, 1463)]
-COLUMNS = [torch.from_numpy(r) for r in records]
+COLUMNS = torch.arange(1463).split([700, 17, 683, 63])
 PLANS = {
     "one": stream(COLUMNS, [0], [3], 9),
     "two": stream(COLUMNS, [1, 3], [2, 5], 7),
@@ -62,10 +59,7 @@ class World:
 
     def __init__(self) -> None:
         gen = torch.Generator().manual_seed(3)
-        geometry = PoolGeometry(
-            (AttentionGeometry("layer", KV_HEADS, SIZE, DTYPE),), (), 8, pages=SLOTS // 8, slots=8
-        )
-        self.runtime = HypicRuntime(DevicePool(geometry, CPU), 0.0)
+        self.runtime = HypicRuntime(DevicePool(GEOMETRY, CPU), 0.0)
         self.public = self.runtime.pool.kv["layer"]
         self.public.key.copy_(torch.randn(self.public.key.shape, generator=gen))
         self.public.value.copy_(torch.randn(self.public.value.shape, generator=gen))
@@ -195,17 +189,11 @@ def padded(**given: Any) -> Any:
     """The stand-in, of the rows that there are: those behind have no tokens, nor anything written."""
     starts = given["cu_seqlens_q"]
     rows = int(starts[-1])
-    lse = torch.full((HEADS, ROWS), math.nan)
-    part = {
-        "q": given["q"][:rows],
-        "out": given["out"][:rows],
-        "cu_seqlens_q": starts[: rows + 1],
-        "seqused_k": given["seqused_k"][:rows],
-        "block_table": given["block_table"][:rows],
-    }
-    result = stand_in(**{**given, **part})
+    part = {name: given[name][:rows] for name in ("q", "out", "seqused_k", "block_table")}
+    result = stand_in(**{**given, **part, "cu_seqlens_q": starts[: rows + 1]})
     if not given.get("return_softmax_lse"):
         return result
+    lse = torch.full((HEADS, ROWS), math.nan)
     lse[:, :rows] = result[1]
     return given["out"], lse
 
@@ -341,30 +329,26 @@ def host_calls(work: Callable[[], object]) -> int:
     return calls
 
 
+def calls_of_a_pass(requests: int) -> int:
+    """What a pass that decodes so many takes on the host, from the connector's worker half to the buffers."""
+    side = WorkerConnector(GEOMETRY, HypicConfig())
+    plans = side.start(CPU).shared.of(DecodePlans)
+    plans.most = 64
+    plans.made((HEADS, KV_HEADS, SIZE, DTYPE), CPU)
+    names, once = [f"r{i}" for i in range(requests)], np.ones(requests, dtype=np.int32)
+    computed = np.full(requests, 8)
+
+    def one_pass(metadata: HypicMetadata) -> None:
+        step = side.begin_step(metadata, names, computed, once)
+        assert step is not None and side.runtime.shared.of(DecodePlans).write(step)
+        computed[:] += 1
+
+    one_pass(HypicMetadata(streams=dict.fromkeys(names, PLANS["two"])))
+    later = [HypicMetadata() for _ in range(3)]
+    first, *others = [host_calls(lambda m=m: one_pass(m)) for m in later]
+    assert others == [first] * 2
+    return first
+
+
 def test_host_work_of_unchanged_requests_does_not_grow_with_them() -> None:
-    """What a pass that decodes takes on the host, from the connector's worker half to the buffers."""
-    found = {}
-    for requests in (1, 64):
-        geometry = PoolGeometry((AttentionGeometry("layer", KV_HEADS, SIZE, DTYPE),), (), 8, SLOTS // 8, 8)
-        side = WorkerConnector(geometry, HypicConfig())
-        runtime = side.start(CPU)
-        plans = runtime.shared.of(DecodePlans)
-        plans.most = 64
-        plans.made((HEADS, KV_HEADS, SIZE, DTYPE), CPU)
-        names, once = [f"r{i}" for i in range(requests)], np.ones(requests, dtype=np.int32)
-        streams: dict[str, StreamPlan] = dict.fromkeys(names, PLANS["two"])
-        computed = np.full(requests, 8)
-
-        def one_pass(
-            metadata: Any, side: Any = side, names: Any = names, computed: Any = computed, once: Any = once
-        ) -> None:
-            step = side.begin_step(metadata, names, computed, once)
-            assert step is not None and side.runtime.shared.of(DecodePlans).write(step)
-            computed += 1
-
-        one_pass(HypicMetadata(streams=streams))
-        later = [HypicMetadata() for _ in range(3)]
-        first, *others = [host_calls(lambda m=m: one_pass(m)) for m in later]
-        assert others == [first] * 2
-        found[requests] = first
-    assert found[1] == found[64] < 100, found
+    assert (found := calls_of_a_pass(1)) == calls_of_a_pass(64) < 100, found

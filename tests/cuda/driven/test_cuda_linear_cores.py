@@ -3,8 +3,6 @@
 Outputs, caches and records of a mixed batch must be those of float64; see ``mixed_batch.World``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,18 +14,7 @@ import mamba_worlds
 import pytest
 import torch
 from delta_world import BAILING, KIMI, NAME, QWEN
-from mixed_batch import (
-    ACCEPTED,
-    ALL,
-    BLOCK,
-    CPU,
-    DECODES,
-    DRAFTED,
-    DRAFTED_ALONE,
-    LIMIT,
-    Lengths,
-    left_to_stock,
-)
+from mixed_batch import ACCEPTED, ALL, BATCHES, BLOCK, CPU, DRAFTED, LIMIT, Lengths, left_to_stock
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -49,7 +36,6 @@ WORLDS: dict[str, Make] = {
     "short convolution": mamba_worlds.ShortConv,
 }
 EACH = pytest.mark.parametrize("made", WORLDS.values(), ids=WORLDS)
-BATCHES = {"prefills": ALL, "decodes": DECODES, "drafts": DRAFTED, "drafts alone": DRAFTED_ALONE}
 QwenWorld = WORLDS["Qwen"]
 
 
@@ -250,7 +236,6 @@ def test_requests_whose_chunks_lack_many_rows_are_composed_in_turns(monkeypatch:
     same."""
     world = QwenWorld()
     first = linear_step(world.step, BLOCK).composed
-    assert first is not None
     rows, n = world.starts[4], world.starts[5] - world.starts[4]
     other = ComposeRow(4, 0, len(first.ops), len(first.ops) + 1), ComposeOp(rows, n, -1, Mode.NONE)
     more = [pack([of], type(of)) for of in other]

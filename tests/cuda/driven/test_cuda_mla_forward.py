@@ -5,8 +5,6 @@ interpreter, as ours are.  Its prefill kernel is a stand-in, computed in float64
 A batch of plain rows, composed rows and captured rows must give full attention.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys
@@ -21,12 +19,7 @@ import triton
 from full_attention import attend, stream, table_of
 from mixed_batch import pass_of, starts_of
 from vllm import triton_utils
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLAAttention,
-    MLACommonDecodeMetadata,
-    MLACommonMetadata,
-    MLACommonPrefillMetadata,
-)
+from vllm.model_executor.layers.attention import mla_attention as mla
 from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -143,7 +136,7 @@ class World:
         own = {"num_heads": HEADS, "head_size": SIZE, "scale": SCALE, "kv_cache_dtype": "auto"}
         switches = dict(dcp_world_size=1, indexer=None, _use_flashinfer_concat_mla_k=False, _sm_count=2)
         vars(self.impl).update(**sizes, **own, **switches, kv_b_proj=lambda c: (c @ up.flatten(1), None))
-        self.layer: Any = MLAAttention.__new__(MLAAttention)
+        self.layer: Any = mla.MLAAttention.__new__(mla.MLAAttention)
         torch.nn.Module.__init__(self.layer)
         flags = ("aiter_triton_fp4_bmm", "aiter_triton_fp8_bmm", "amx_bmm")
         unset = ("q_pad_num_heads", "prefill_backend", "hisparse_cache")
@@ -164,7 +157,7 @@ class World:
         self.impl.connect(self.layer, link)
 
     @property
-    def metadata(self) -> MLACommonMetadata:
+    def metadata(self) -> mla.MLACommonMetadata:
         lengths = [n for _, n in LENGTHS]
         decodes = next(i for i, n in enumerate([*lengths, self.threshold + 1]) if n > self.threshold)
         used = torch.tensor([s0 + n for s0, n in LENGTHS], dtype=torch.int32)
@@ -172,8 +165,8 @@ class World:
         prefills = len(LENGTHS) - decodes
         backend: Any = SimpleNamespace(run_prefill_new_tokens=self.prefill)
         of_prefills = self.block_table[decodes:], starts[decodes:] - starts[decodes], max(lengths)
-        prefill = MLACommonPrefillMetadata(*of_prefills, prefill_backend=backend)
-        return MLACommonMetadata(
+        prefill = mla.MLACommonPrefillMetadata(*of_prefills, prefill_backend=backend)
+        return mla.MLACommonMetadata(
             num_reqs=len(LENGTHS),
             max_query_len=max(lengths),
             max_seq_len=int(used.max()),
@@ -184,7 +177,7 @@ class World:
             num_decode_tokens=self.starts[decodes],
             num_prefills=prefills,
             prefill=prefill if prefills else None,
-            decode=MLACommonDecodeMetadata(self.block_table[:decodes], used[:decodes], None),
+            decode=mla.MLACommonDecodeMetadata(self.block_table[:decodes], used[:decodes], None),
         )
 
     def own(self, request: int) -> torch.Tensor:
@@ -268,11 +261,10 @@ def _kernels_of_vllm() -> Iterator[None]:
     importlib.reload(triton_decode_attention)
 
 
-def decode_any(self: Any, q: Any, cache: Any, metadata: MLACommonMetadata, layer: Any) -> Any:
+def decode_any(self: Any, q: Any, cache: Any, metadata: mla.MLACommonMetadata, layer: Any) -> Any:
     """Stands in for a stock decode of requests of any number of rows, as FLASH_ATTN_MLA's; in float64."""
     nope, pe = (part.double() for part in q)
     decode = metadata.decode
-    assert decode is not None
     starts, out = metadata.query_start_loc.tolist(), torch.empty(nope.shape)
     for i, tokens in enumerate(decode.seq_lens.tolist()):
         at = torch.arange(tokens)
@@ -335,7 +327,6 @@ def test_what_is_captured_is_composed_elsewhere(dtype: torch.dtype) -> None:
     world = World(dtype)
     raw = torch.randn(5, 1, ROPE, dtype=torch.float64)
     rows = slice(world.starts[3], world.starts[3] + 5)
-    assert world.table is not None
     # Tokens 3 to 8 of the segment are of its interior and in this pass.
     world.key[rows] = rotate(raw, world.table[torch.arange(3, 8)].double(), False).to(dtype)
     world.write()
@@ -383,8 +374,7 @@ def test_what_latent_layers_are_refused_for() -> None:
     impl = world.impl
     assert impl.refusal(world.layer) is None and not impl.fused_output_quant_supported(None)
     assert layer_refusal(world.layer, "DeepseekV3ForCausalLM") is None
-    other: Any = SimpleNamespace(impl=impl)
-    found = layer_refusal(other, "KimiLinearForCausalLM")
+    found = layer_refusal(SimpleNamespace(impl=impl), "KimiLinearForCausalLM")
     assert found == "SimpleNamespace (the model's own latent attention)"
     for field, value, says in (
         ("indexer", object(), "sparse attention (MLA with an indexer)"),

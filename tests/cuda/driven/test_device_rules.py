@@ -1,7 +1,5 @@
 """What driven passes do on a GPU, and how much of its memory they take: see ``device_rules.py``."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

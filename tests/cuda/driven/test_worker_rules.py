@@ -3,8 +3,6 @@
 From a step's metadata to its report: positions, plans, prompts that penalties see, records that are complete.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

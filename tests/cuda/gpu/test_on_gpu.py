@@ -8,8 +8,6 @@ With ``TRITON_INTERPRET=1`` they run on the CPU in Triton's interpreter, on smal
 which Triton 3.9's interpreter computes wrongly.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """The operators in Triton as the benchmarks call them: in a process of its own, because Triton decides at its
 first import whether to interpret.  What kernels compute is tested in ``../triton``, here the calls."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which of these tests there are: without the package's requirements those that use a GPU where one is."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -52,7 +52,6 @@ class LateDevice:
         self.rng = random.Random(seed)
         self.passes: deque[_Work | LateMark] = deque()
         self.copies: deque[_Work | LateMark] = deque()
-        self._setting: dict[int, LateMark] = {}
         self._off_limits = False
 
     def run(self, steps: int) -> None:

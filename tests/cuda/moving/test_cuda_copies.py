@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,28 +13,14 @@ import pytest
 import torch
 
 from vllm_hypic.config.engine import HypicConfig
-from vllm_hypic.connector.orders import (
-    AwaitRecord,
-    ClearCaches,
-    PushRecord,
-    Result,
-    StopAwaiting,
-    StoreAction,
-    StoreOrder,
-)
+from vllm_hypic.connector import orders
+from vllm_hypic.connector.orders import AwaitRecord, Result, StoreAction, StoreOrder
 from vllm_hypic.connector.worker.transfer_link import TransferLink
+from vllm_hypic.pool.copy import staging
 from vllm_hypic.pool.copy import stream as stream_module
 from vllm_hypic.pool.copy.copy_thread import CopyThread
-from vllm_hypic.pool.copy.staged import StagedMover, _OutgoingCopy
-from vllm_hypic.pool.copy.staging import (
-    BLOCK_BYTES,
-    HostBlocks,
-    Strip,
-    as_table,
-    device_staging_bytes,
-    divided,
-    nbytes_of,
-)
+from vllm_hypic.pool.copy.staged import _OutgoingCopy
+from vllm_hypic.pool.copy.staging import Strip, device_staging_bytes, divided
 from vllm_hypic.pool.copy.stream import CUDASideStream
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.segment_parallel.received import Outcome, Received
@@ -45,8 +30,13 @@ from vllm_hypic.store.protocol import Verdict
 from .world import BLOCKS, DOCUMENTS, GEOMETRY, World, written_at_once
 
 
+@pytest.fixture
+def world() -> World:
+    return World(0)
+
+
 def table(row_bytes: int) -> torch.Tensor:
-    return as_table(torch.zeros(64, row_bytes, dtype=torch.uint8), row_bytes)
+    return staging.as_table(torch.zeros(64, row_bytes, dtype=torch.uint8), row_bytes)
 
 
 @pytest.mark.parametrize("block", [72, 100, 1000, 1 << 20])
@@ -55,7 +45,7 @@ def test_chunks_hold_every_row_once_and_fit(block: int) -> None:
     strips = [Strip(str(i), table(8 * (i + 1) + i % 2), r) for i, r in enumerate(rows)]
     chunks = divided(strips, block)
     for chunk in chunks:
-        assert 0 < nbytes_of(chunk) <= block
+        assert 0 < staging.nbytes_of(chunk) <= block
         ends = [piece.in_block.stop for piece in chunk]
         starts = [piece.in_block.start for piece in chunk]
         assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "pieces overlap"
@@ -75,17 +65,15 @@ def test_tables_move_in_the_widest_words(nbytes: int, dtype: torch.dtype) -> Non
     assert table(nbytes).dtype == dtype and table(7).dtype == torch.uint8
 
 
-def test_while_the_thread_is_behind_records_wait_and_passes_do_not() -> None:
-    world = World(0)
+def test_while_the_thread_is_behind_records_wait_and_passes_do_not(world: World) -> None:
     world.carries = False
-    mover: Any = world.mover
     for document in range(len(DOCUMENTS)):
         world.ask([0, document])
     for _ in range(200):
         world.step()
         assert not world.objects
     assert not world._waiting and not world.device.passes, "passes waited"
-    assert not mover._blocks.free and mover.unfinished, "no block was missing: this says nothing"
+    assert not world.mover._blocks.free and world.mover.unfinished, "no block was missing: this says nothing"
     assert world.side.worker_unfinished
     world.carries = True
     world.finish()
@@ -93,36 +81,28 @@ def test_while_the_thread_is_behind_records_wait_and_passes_do_not() -> None:
     assert world.objects
 
 
-class Faulty:
-    """The n-th record that is carried cannot be."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.faulty: set[int] = set()
-        unpack = _OutgoingCopy.unpack
-
-        def failing(departure: Any, chunk: Any, block: Any) -> None:
-            if not self.faulty or departure.place.serial in self.faulty:
-                self.faulty.add(departure.place.serial)
-                departure.damaged = True
-                raise MemoryError("no memory for it")
-            unpack(departure, chunk, block)
-
-        monkeypatch.setattr(_OutgoingCopy, "unpack", failing)
-
-
 def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(0)
-    mover: Any = world.mover
-    faulty = Faulty(monkeypatch)
+    """The first record that is carried."""
+    faulty, unpack = set[int](), _OutgoingCopy.unpack
+
+    def failing(departure: Any, chunk: Any, block: Any) -> None:
+        if not faulty or departure.place.serial in faulty:
+            faulty.add(departure.place.serial)
+            departure.damaged = True
+            raise MemoryError("no memory for it")
+        unpack(departure, chunk, block)
+
+    monkeypatch.setattr(_OutgoingCopy, "unpack", failing)
     for document in range(1, 4):
         world.ask([0, document])
     for _ in range(300):
         world.step()
     world.finish()
-    (lost,) = faulty.faulty
-    assert mover._blocks.free == mover._blocks.count and not mover.unfinished
+    (lost,) = faulty
+    blocks = world.mover._blocks
+    assert blocks.free == blocks.count and not world.mover.unfinished
     assert world.store._writes.nbytes == 0, "its reservation is held"
     entries = world._entries()
     stored = {entry.serial for key, entry in entries.items() if world.store.holds(world.codec.name_of(key))}
@@ -134,10 +114,8 @@ def test_what_cannot_be_carried_is_not_stored_counts_and_holds_nothing(
     assert link._failed == 1
 
 
-def test_the_end_waits_for_the_thread_and_seals() -> None:
-    world = World(0)
-    slow: Any = world.mover
-    assert isinstance(slow, StagedMover)
+def test_the_end_waits_for_the_thread_and_seals(world: World) -> None:
+    slow = world.mover
     slow._copies, unpack = CopyThread(), _OutgoingCopy.unpack
     threads: set[str] = set()
 
@@ -159,9 +137,8 @@ def test_the_end_waits_for_the_thread_and_seals() -> None:
     assert there.sent == [bytes(data)] and slow._blocks.free == BLOCKS
 
 
-def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied() -> None:
+def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied(world: World) -> None:
     """The first copies are no news of the second's buffer."""
-    world = World(0)
     world.ask([0])
     link: Any = world.worker.links[0]
     while not link._copying:
@@ -173,12 +150,12 @@ def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied() -> None:
     ((_, second),) = link._copying.values()
     assert second is not first
     world.finish()
-    assert world.objects == 1
+    assert len(world.objects) == 1
     world._check_stored()
 
 
 def test_blocks_are_bounded_and_counted() -> None:
-    blocks = HostBlocks(2, 128, pinned=False)
+    blocks = staging.HostBlocks(2, 128, pinned=False)
     first, second = blocks.take(), blocks.take()
     assert first is not None and second is not None and blocks.take() is None
     blocks.give_back([first, second])
@@ -187,7 +164,7 @@ def test_blocks_are_bounded_and_counted() -> None:
 
 def test_staging_is_taken_out_of_the_budget_where_records_move() -> None:
     store = {"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}}
-    assert device_staging_bytes(HypicConfig.from_mapping(store)) == BLOCK_BYTES
+    assert device_staging_bytes(HypicConfig.from_mapping(store)) == staging.BLOCK_BYTES
     assert device_staging_bytes(HypicConfig()) == 0
 
 
@@ -199,11 +176,9 @@ def placed(world: World, slot: int, document: int) -> tuple[RecordPlace, memoryv
     return place, memoryview(written_at_once(segment.key, 0, (segment.columns, False), (5, 1.0)))
 
 
-def test_records_that_arrive_never_wait_for_each_others_blocks() -> None:
+def test_records_that_arrive_never_wait_for_each_others_blocks(world: World) -> None:
     """The one that is settled first has none, the other all."""
-    world = World(0)
-    mover: Any = world.mover
-    assert isinstance(mover, StagedMover)
+    mover = world.mover
     (one, its), (other, others) = placed(world, 0, 1), placed(world, 1, 2)
     readers = []
     for place in (one, other):
@@ -220,9 +195,8 @@ def test_records_that_arrive_never_wait_for_each_others_blocks() -> None:
     assert len(arrived) == 2 and mover._blocks.free == mover._blocks.count
 
 
-def test_what_does_not_arrive_gives_its_blocks_back() -> None:
-    world = World(0)
-    mover: Any = world.mover
+def test_what_does_not_arrive_gives_its_blocks_back(world: World) -> None:
+    mover = world.mover
     place, data = placed(world, 0, 1)
     world.pool.transition_blocks.offer(place.slot)
     read = world.codec.reader(place, world.codec.expected(place))
@@ -235,8 +209,7 @@ def test_what_does_not_arrive_gives_its_blocks_back() -> None:
     assert mover._blocks.free == mover._blocks.count and not mover.unfinished
 
 
-def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
-    world = World(0)
+def test_an_expiry_said_while_a_record_is_copied_holds(world: World) -> None:
     world.ask([0])
     link: Any = world.worker.links[0]
     while not link._copying:
@@ -249,16 +222,14 @@ def test_an_expiry_said_while_a_record_is_copied_holds() -> None:
     assert tier._index._expiries == {world.codec.name_of(key): pytest.approx(time.time() + 3600, abs=60)}
 
 
-def test_the_engine_steps_until_a_record_is_stored() -> None:
+def test_the_engine_steps_until_a_record_is_stored(world: World) -> None:
     """Also between its capture and the pass that settles it, when no copy is under way yet."""
-    world = World(0)
     world.ask([0])
     while not world.side.counters.segments_computed:
         world.step()
-    link: Any = world.worker.links[0]
-    assert not link._copying and not world.mover.unfinished and world.side.worker_unfinished
+    assert not world.worker.links[0]._copying and not world.mover.unfinished and world.side.worker_unfinished
     world.finish()
-    assert world.objects == 1 and not world.side.worker_unfinished
+    assert len(world.objects) == 1 and not world.side.worker_unfinished
 
 
 class Elsewhere:
@@ -305,16 +276,14 @@ def received(
 
 
 @pytest.mark.parametrize("how", ["comes", "is withdrawn", "is given up"])
-def test_a_record_of_another_instance(how: str) -> None:
-    world = World(0)
-    mover: Any = world.mover
-    link, there = linked(world)
+def test_a_record_of_another_instance(world: World, how: str) -> None:
+    mover, (link, there) = world.mover, linked(world)
     place, data = placed(world, 0, 1)
     received(place, data, link, there, taken=how != "is withdrawn")
     assert mover._blocks.free < mover._blocks.count
     if how == "is given up":
         there.withdraw(next(iter(there.readers)))  # before the link has heard of it
-        assert link.submit(StopAwaiting(place.serial))
+        assert link.submit(orders.StopAwaiting(place.serial))
     finished = link.get_finished()
     assert not any(o.result is Result.DONE for o in finished), "it counts before its copies are over"
     mover.drain()
@@ -332,20 +301,18 @@ def ordered(world: World) -> tuple[TransferLink, Elsewhere, RecordPlace, memoryv
     assert not link.get_finished()
     world.mover.drain()
     assert [o.result for o in link.get_finished()] == [Result.DONE]
-    assert link.submit(PushRecord(1, place, "tcp://there:1", 1.0))
+    assert link.submit(orders.PushRecord(1, place, "tcp://there:1", 1.0))
     return link, there, place, data
 
 
 @pytest.mark.parametrize("how", ["whole", "dropped"])
-def test_a_record_for_another_instance(how: str) -> None:
-    world = World(0)
-    mover: Any = world.mover
+def test_a_record_for_another_instance(world: World, how: str) -> None:
     link, there, place, data = ordered(world)
     link.advance()
     assert not there.sent, "sent before it was copied"
     if how == "dropped":
-        mover.dropped([place.slot])
-    mover.drain()
+        world.mover.dropped([place.slot])
+    world.mover.drain()
     if how == "whole":
         assert there.sent == [bytes(data)] and not link.get_finished()
     else:
@@ -356,12 +323,11 @@ def test_a_record_for_another_instance(how: str) -> None:
 
 
 @pytest.mark.parametrize("says", ["reset its caches", "the record has left the pool"])
-def test_a_push_whose_record_has_left_the_pool_sends_no_other_one(says: str) -> None:
+def test_a_push_whose_record_has_left_the_pool_sends_no_other_one(world: World, says: str) -> None:
     """The caches were emptied, or its request has gone, before the order's turn."""
-    world = World(0)
     link, there, place, _ = ordered(world)
     if says == "reset its caches":
-        assert link.submit(ClearCaches())
+        assert link.submit(orders.ClearCaches())
     else:
         link.drop([place.slot])
     link.advance()
@@ -375,7 +341,13 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.events = list[str](), 0
-        compute = SimpleNamespace(wait_event=self.passes_wait)
+        compute = SimpleNamespace(
+            wait_event=lambda event: self.log.append(f"passes wait for event {event.number}")
+        )
+
+        def wait(stream: object) -> None:
+            assert stream is compute
+            self.log.append("copies wait for passes")
 
         @contextmanager
         def on(stream: Any) -> Any:
@@ -385,22 +357,12 @@ class Calls:
             self.log.append("end")
 
         for name, stand_in in (
-            ("Stream", lambda device: SimpleNamespace(name="copies", wait_stream=self.waits(compute))),
+            ("Stream", lambda device: SimpleNamespace(name="copies", wait_stream=wait)),
             ("Event", self.event),
             ("stream", on),
             ("current_stream", lambda device: compute),
         ):
             monkeypatch.setattr(torch.cuda, name, stand_in)
-
-    def passes_wait(self, event: Any) -> None:
-        self.log.append(f"passes wait for event {event.number}")
-
-    def waits(self, compute: object) -> Callable[[object], None]:
-        def wait(stream: object) -> None:
-            assert stream is compute
-            self.log.append("copies wait for passes")
-
-        return wait
 
     def event(self) -> Any:
         self.events += 1

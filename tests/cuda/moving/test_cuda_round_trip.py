@@ -1,7 +1,5 @@
 """Records out of the pool and back to another place.  On a GPU, where there is one, with its own stream."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -144,7 +142,6 @@ def test_a_record_with_checkpoints_there_and_back(leading: bool) -> None:
             pool.transition_blocks.offer(back.slot)
         incoming = codec.incoming(back)
         while incoming.goes_on:
-            assert incoming.next is not None
             assert incoming.read(objects[incoming.next]) is Verdict.TAKEN
         assert incoming.read_keys == [link.key for link in chain]
         kept: list[int] = []

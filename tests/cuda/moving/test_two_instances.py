@@ -1,7 +1,5 @@
 """Both halves of two instances without an engine: a record is computed here, and is there byte for byte."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,17 +67,13 @@ class Instance:
         name = f"r{self.names}"
         tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + ([900, 901] if query else [])
         spec = self.side.spec(extra, len(tokens))
-        plan = self.side.plan(PlanRequest(tokens, spec, None, None))
-        assert plan is not None
-        self.side.admit(name, plan, spec.transfer)
+        self.side.admit(name, self.side.plan(PlanRequest(tokens, spec, None, None)), spec.transfer)
         if not query:
             self.side.hold(name)
         return name
 
     def keys(self, name: str) -> list[SegmentKey]:
-        plan = self.side.plan_of(name)
-        assert plan is not None
-        return [s.key for s in plan.segments]
+        return [s.key for s in self.side.plan_of(name).segments]
 
     def step(self) -> None:
         started = self.side.begin_pass().segment_requests
@@ -89,7 +83,6 @@ class Instance:
         for request in started:
             [plan] = self.side.views.captures(request.request_id)
             work = self.side.segment_requests.work_of(request.request_id)
-            assert work is not None
             metadata.captures[request.request_id] = (plan,)
             rows.append(capture_row(request.request_id, BatchRow(0, 0, plan.hi, 0, plan.hi), plan))
             if not plan.leading:
@@ -97,7 +90,6 @@ class Instance:
             content = Content.of(work.entry.key, 0, len(plan.slot_mapping))
             content.put(self.pool, plan.slot, plan.slot_mapping, plan.leading)
         self.worker.absorb(metadata)
-        assert self.worker.runtime is not None
         if rows:
             self.worker.runtime.step = StepContext([], rows, CPU)
         self.worker.end_step()
@@ -109,7 +101,6 @@ class Instance:
     def check(self, name: str) -> None:
         """The records of a request that is ready hold what was computed elsewhere."""
         stream, plan, seen = self.side.views.stream_plan(name), self.side.plan_of(name), 0
-        assert stream is not None and plan is not None
         for point, segment in zip(stream.points, plan.segments, strict=True):
             columns = stream.slot_mapping[seen : seen + point.columns]
             seen += point.columns
@@ -172,32 +163,31 @@ def test_what_nobody_sends_is_computed(pair: tuple[Instance, Instance]) -> None:
     assert there.side.hits(asked).total() == 0
 
 
-def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offered_is_not() -> None:
+@pytest.mark.parametrize("pair", ["direct"], indirect=True)
+def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offered_is_not(
+    pair: tuple[Instance, Instance],
+) -> None:
     """Who offers it too late is told that it is not needed."""
-    here, there = Instance(None), Instance(None)
-    try:
-        asked = there.admit(0, 1, query=True, hypic_remote_deadline_s=60)
-        first, second = there.keys(asked)
-        there.side.finished(asked, completed=False)
-        asked = there.admit(0, 1, query=True, hypic_remote=[first, second])
-        there.step()
-        (link,) = there.worker.links
-        places = [there.side.directory.get(key) for key in (first, second)]
-        # The first has come, and its engine has yet to look; nobody offers the second.
-        warm = here.admit(0, query=False, hypic_push_to=there.receiver.url)
-        step_until(lambda: here.side.over(warm), here)
-        for entry in places:
-            assert link.submit(StopAwaiting(entry.serial, unless_offered=True))
-        step_until(lambda: there.side.ready(asked), there)
-        there.check(asked)
-        counters = there.side.take_counters()
-        assert (counters.segments_received, counters.segments_not_received) == (1, 1)
-        late = here.admit(0, 1, query=False, hypic_push_to=there.receiver.url)
-        step_until(lambda: here.side.over(late), here)
-        assert here.side.push_fault(late) is None and there.receiver.counts().taken == 1
-    finally:
-        for instance in (here, there):
-            instance.worker.close()
+    here, there = pair
+    asked = there.admit(0, 1, query=True, hypic_remote_deadline_s=60)
+    keys = there.keys(asked)
+    there.side.finished(asked, completed=False)
+    asked = there.admit(0, 1, query=True, hypic_remote=list(keys))
+    there.step()
+    (link,) = there.worker.links
+    places = [there.side.directory.get(key) for key in keys]
+    # The first has come, and its engine has yet to look; nobody offers the second.
+    warm = here.admit(0, query=False, hypic_push_to=there.receiver.url)
+    step_until(lambda: here.side.over(warm), here)
+    for entry in places:
+        assert link.submit(StopAwaiting(entry.serial, unless_offered=True))
+    step_until(lambda: there.side.ready(asked), there)
+    there.check(asked)
+    counters = there.side.take_counters()
+    assert (counters.segments_received, counters.segments_not_received) == (1, 1)
+    late = here.admit(0, 1, query=False, hypic_push_to=there.receiver.url)
+    step_until(lambda: here.side.over(late), here)
+    assert here.side.push_fault(late) is None and there.receiver.counts().taken == 1
 
 
 def test_a_push_to_nobody_is_told(pair: tuple[Instance, Instance]) -> None:

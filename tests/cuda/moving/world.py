@@ -207,7 +207,6 @@ class World:
                 self._deleted.discard(place.key)
         captures = {job.request_id: self.side.views.captures(job.request_id)[0] for job in jobs}
         self.worker.absorb(metadata)
-        assert self.worker.runtime is not None
         rows = []
         for request_id, plan in captures.items():
             self._capture(plan)
@@ -234,7 +233,6 @@ class World:
         if not plan.leading:
             self.pool.transition_blocks.offer(plan.slot)
         entry = self.side.directory.of_serial(plan.serial)
-        assert entry is not None
         if not entry.forgotten:
             self._deleted.discard(entry.key)
         content = Content.of(entry.key, self.weights, len(plan.slot_mapping))
@@ -243,7 +241,6 @@ class World:
     def _use(self, name: str) -> None:
         plan, seen = self.side.views.stream_plan(name), 0
         prompt = self.side.plan_of(name)
-        assert plan is not None and prompt is not None
         for point, segment in zip(plan.points, prompt.segments, strict=True):
             columns = plan.slot_mapping[seen : seen + point.columns]
             seen += point.columns
@@ -299,13 +296,13 @@ class World:
     def audit(self) -> None:
         """After :meth:`finish`: nothing is lost, nothing is another's, nothing stays taken."""
         self.side.directory.check_integrity()
-        blocks: Any = self.pool.transition_blocks
+        blocks = self.pool.transition_blocks
         held = [t for slot in range(SLOTS) for row in blocks.held(slot) for t in row if t != NO_BLOCK]
         assert sorted([*held, *blocks._free]) == list(range(GEOMETRY.transition_blocks)), (
             "blocks are lost or owned twice"
         )
         if isinstance(self.mover, StagedMover):
-            staging: Any = self.mover._blocks
+            staging = self.mover._blocks
             assert staging.free == staging.count and not self.mover._staged and not self.mover.unfinished
         for key, entry in self._entries().items():
             assert entry.resident and not entry.pins
@@ -320,15 +317,13 @@ class World:
         assert self.store.stats().queued_bytes == 0 == self.store._writes.nbytes
 
     @property
-    def objects(self) -> int:
-        """In the store."""
-        tier: Any = self.store._tiers[0].tier
-        return len(tier._objects)
+    def objects(self) -> list[Any]:
+        """Those in the store."""
+        return list(self.store._tiers[0].tier._objects.values())
 
     def _check_stored(self) -> None:
         """Every object is, byte for byte, what the CPU writes of the record."""
-        tier: Any = self.store._tiers[0].tier
-        for data in tier._objects.values():
+        for data in self.objects:
             peeked = peek_value(bytes(data))
             assert not isinstance(peeked, Fault)
             _, key, value = peeked
@@ -339,7 +334,6 @@ class World:
     def _plan(self, documents: list[int]) -> PromptPlan:
         tokens = [t for d in documents for t in (*DOCUMENTS[d], IDS.sep)] + [900, 901]
         plan = self.side.plan(PlanRequest(tokens, self.side.spec(None, len(tokens)), None, None))
-        assert plan is not None
         for segment in plan.segments:
             self._kinds[segment.key] = (segment.columns, segment.role is Role.LEADING)
         return plan

@@ -7,8 +7,6 @@ Prints as JSON, by prompt, logprobs of the first token by id: of the ordinary re
 warm; and how many tokens were cached when it was warm.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -54,9 +52,8 @@ def main() -> None:
     def first(asked: Ask) -> tuple[list[float], int]:
         given = {"prompt_token_ids": list(asked.tokens), "multi_modal_data": asked.media}
         [output] = llm.generate([given], sampling, use_tqdm=False)
-        return [
-            one.logprob for _, one in sorted(output.outputs[0].logprobs[0].items())
-        ], output.num_cached_tokens
+        logprobs = [one.logprob for _, one in sorted(output.outputs[0].logprobs[0].items())]
+        return logprobs, output.num_cached_tokens
 
     found = {}
     for name, asked in asks.items():

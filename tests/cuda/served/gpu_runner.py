@@ -10,8 +10,6 @@ Prints, as a line of JSON, each answer's tokens, logprobs of the first token by 
 often each stage ran each operator.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -6,8 +6,6 @@ Prints, as a line of JSON, what that prints; how many passes were under way at m
 scheduled; of each record the transition blocks that the scheduler counts, and those that each stage holds.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -6,8 +6,6 @@ A process of its own: where no GPU is, vLLM takes no Triton, and its modules are
 them is imported.  ``tests/cuda/test_cuda_driven.py`` starts it.  This folder must not become a package.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

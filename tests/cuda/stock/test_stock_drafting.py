@@ -4,8 +4,6 @@ Those of a composed request are logical; where its drafts lie in vLLM's cache mu
 stream alone.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 A composed request's state goes on in these kernels, token by token: they must mean the same by it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -53,7 +51,13 @@ class Step:
         state = self.state.double().transpose(2, 3).clone()
         out = torch.zeros(TOKENS, HEADS, K, dtype=torch.float64)
         caches = LayerCaches(self.slots, torch.zeros(5, 3, self.mixed.shape[1]), state)
-        given = GatedDeltaInputs(self.mixed, self.a, self.b), self.weights(), caches, out, no_records()
+        records = LinearRecords(
+            state=torch.empty(0, HEADS, K, K),
+            conv_tail=torch.empty(0, 3, 3 * HEADS * K),
+            transitions=torch.empty(0, K, K, dtype=torch.float16),
+            block_of=torch.empty(0, HEADS, dtype=torch.int32),
+        )
+        given = GatedDeltaInputs(self.mixed, self.a, self.b), self.weights(), caches, out, records
         reference.gdn_compose(*given, *ordinary(range(TOKENS + 1), [True] * TOKENS))
         return out, state.transpose(2, 3)[self.slots.long()]
 
@@ -61,15 +65,6 @@ class Step:
         wanted, after = self.expected()
         assert (out.double() - wanted).abs().max() < LIMIT
         assert (state[self.slots.long()].double() - after).abs().max() < LIMIT
-
-
-def no_records() -> LinearRecords:
-    return LinearRecords(
-        state=torch.empty(0, HEADS, K, K),
-        conv_tail=torch.empty(0, 3, 3 * HEADS * K),
-        transitions=torch.empty(0, K, K, dtype=torch.float16),
-        block_of=torch.empty(0, HEADS, dtype=torch.int32),
-    )
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

@@ -1,11 +1,6 @@
 """All kernels of an operator, compiled for an architecture, in a process without the interpreter."""
 
-from __future__ import annotations
-
 import pkgutil
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +19,10 @@ class Compilation:
     def __str__(self) -> str:
         return f"{self.operator}-sm_{self.architecture}"
 
-    def run(self, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        """The tool's exit status, table and complaints."""
-        program = [sys.executable, "-m", "vllm_hypic.backends.ops.compiled"]
-        command = [*program, "--arch", str(self.architecture), self.operator]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    @property
+    def arguments(self) -> list[str]:
+        """Python's, for the tool that says a status, a table and complaints."""
+        return ["-m", "vllm_hypic.backends.ops.compiled", "--arch", str(self.architecture), self.operator]
 
 
 COMPILATIONS = [

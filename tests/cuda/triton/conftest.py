@@ -7,11 +7,10 @@ holds for the whole process, and vLLM imports triton.  Without the variable and 
 collected.  This folder must never become a package: its name would hide triton from all other tests.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from unittest.mock import patch
 
@@ -19,8 +18,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import triton
-from compilations import COMPILATIONS, Compilation
+from compilations import COMPILATIONS, SECONDS, Compilation
 
+Run = Callable[..., subprocess.CompletedProcess[str]]
 INTERPRETED = triton.knobs.runtime.interpret
 RUNS = INTERPRETED or torch.cuda.is_available()
 
@@ -63,10 +63,26 @@ def _rounded_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 64 columns for few rows, of 128 for many."""
+    from vllm_hypic.backends.ops.span_attention import plan
+    from vllm_hypic.backends.ops.span_attention.triton import operators
+
+    for module in (plan, operators):
+        monkeypatch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
+
+
 @pytest.fixture(scope="session")
-def compiler_environment() -> dict[str, str]:
-    """The environment of a process that compiles kernels instead of interpreting them."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def run_compiling() -> Run:
+    """Runs Python with these arguments and variables in a process that does not interpret kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def run(*arguments: str, timeout: float = 500, **more: str) -> subprocess.CompletedProcess[str]:
+        command, env = [sys.executable, *arguments], environment | more
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+
+    return run
 
 
 @pytest.hookimpl(trylast=True)
@@ -77,12 +93,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiling(
-    request: pytest.FixtureRequest, compiler_environment: dict[str, str]
+    request: pytest.FixtureRequest, run_compiling: Run
 ) -> Iterator[dict[Compilation, Future[subprocess.CompletedProcess[str]]]]:
     """Compilations that are under way in processes of their own, if a test wants them."""
     wanted = any("compiled" in getattr(item, "fixturenames", ()) for item in request.session.items)
     with ThreadPoolExecutor(max_workers=1) as worker:
-        yield {one: worker.submit(one.run, compiler_environment) for one in COMPILATIONS if wanted}
+        asked = COMPILATIONS if wanted else []
+        yield {one: worker.submit(run_compiling, *one.arguments, timeout=SECONDS) for one in asked}
         worker.shutdown(cancel_futures=True)
 
 

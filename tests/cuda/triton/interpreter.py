@@ -18,8 +18,6 @@ Corrected, bfloat16 is computed in float32 and rounded once, as a GPU does.  Eac
 ``test_interpreter.py`` fails because the interpreter is right without it; then it is to be removed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,6 @@ Qwen3.5; of Kimi-Linear, whose channels have a gate each; of Nemotron-H and Falc
 8 groups and states of 128 or 256; and of LFM2.  Nothing is compiled or computed.
 """
 
-from __future__ import annotations
-
 import torch
 from linear import layer_inputs, mamba2_inputs, test_short_conv
 from record_launches import RECORDED, install

@@ -4,8 +4,6 @@ Prints, as JSON, one list per line: kernel, types of its arguments, names of tho
 multiples of 16, constants, warps, stages.  Tensors lie on the CPU; nothing is compiled or run.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

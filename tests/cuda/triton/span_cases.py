@@ -1,14 +1,12 @@
 """Random requests over one pool of public columns, and what span attention makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from backends import cases
 
-from vllm_hypic.backends.ops.span_attention import plan, reference
+from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
 CPU = torch.device("cpu")
@@ -21,12 +19,6 @@ SCALES = {"key_scale": 0.02, "value_scale": 0.0371}
 def over(rows: torch.Tensor, scale: float) -> torch.Tensor:
     """FP8 that count times a scale."""
     return (rows.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
-
-
-def short_parts(patch: pytest.MonkeyPatch) -> None:
-    """Parts of 64 columns for few rows, of 128 for many."""
-    for module in (plan, operators):
-        patch.setattr(module, "part_columns", lambda kv_heads, block: 64 if block == 16 else 128)
 
 
 def skip_without_fp8(device: torch.device) -> None:

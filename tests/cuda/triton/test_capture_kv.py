@@ -1,12 +1,11 @@
 """Capture of K and V in Triton against float64 and the PyTorch operator, and copies of the pool's slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from backends.cases import cos_sin_table
+from span_cases import on
 
 from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
@@ -38,17 +37,13 @@ def test_rotation_is_undone(
     slots = torch.randperm(SLOTS, generator=rng)[:count]
     positions = torch.randint(0, 1000, (count,), generator=rng)
     # A table with an mscale, rounded like the model: both must be undone.
-    table = 1.3 * cos_sin_table(rotary, torch.float32) if rotary else None
-    table = None if table is None else table.to(dtype)
+    table = (1.3 * cos_sin_table(rotary, torch.float32)).to(dtype) if rotary else None
     given = torch.randn(2, count, kv_heads, size, generator=rng).to(dtype)
     key[rows], value[rows] = given[0].to(device), given[1].to(device)
-    on_device = None if table is None else table.to(device)
-    index = [x.to(device) for x in (rows, slots, positions)]
-    capture_(key, value, pool_key, pool_value, *index, on_device, neox)
+    capture_(key, value, pool_key, pool_value, *on(device, [rows, slots, positions, table]), neox)
 
     assert torch.equal(pool_value[slots].cpu(), given[1])
-    others = torch.ones(SLOTS, dtype=torch.bool)
-    others[slots] = False
+    others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, slots, False)
     assert pool_key[others].isnan().all() and pool_value[others].isnan().all()
     captured = pool_key[slots].cpu()
     wanted = unrotate_reference(given[0], table, positions, neox)

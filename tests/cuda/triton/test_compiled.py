@@ -1,15 +1,13 @@
 """Every kernel compiles for every architecture within its limits, and the tool that says so can fail."""
 
-from __future__ import annotations
-
 import re
 import subprocess
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from compilations import COMPILATIONS, Compilation
+from conftest import Run
 
 PLANTED = """
 import sys
@@ -29,11 +27,6 @@ types, constants = {"x": "*fp32", "out": "*fp32"}, {"N": eval(sys.argv[2])}
 spec = KernelSpec("sum", sum_kernel, types, constants, warps=4, stages=1, limit=limit)
 sys.exit(compiled.check([spec], [90], Console(width=200)))
 """
-
-
-def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
 @pytest.mark.parametrize("one", COMPILATIONS, ids=str)
@@ -57,16 +50,15 @@ def test_kernels_keep_their_limits(
     ],
 )
 def test_what_exceeds_its_limit_is_named(
-    limits: str, n: int, says: str, compiler_environment: dict[str, str], tmp_path: Path
+    limits: str, n: int, says: str, run_compiling: Run, tmp_path: Path
 ) -> None:
     program = tmp_path / "planted.py"  # Triton reads a kernel's source
     program.write_text(PLANTED)
-    done = run(compiler_environment, str(program), limits, str(n))
+    done = run_compiling(str(program), limits, str(n))
     assert done.returncode == (1 if says else 0), done.stdout + done.stderr
     assert says in done.stdout
 
 
-def test_it_refuses_to_run_in_the_interpreter(compiler_environment: dict[str, str]) -> None:
-    environment = {**compiler_environment, "TRITON_INTERPRET": "1"}
-    done = run(environment, "-m", "vllm_hypic.backends.ops.compiled")
+def test_it_refuses_to_run_in_the_interpreter(run_compiling: Run) -> None:
+    done = run_compiling("-m", "vllm_hypic.backends.ops.compiled", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "TRITON_INTERPRET is set" in done.stderr

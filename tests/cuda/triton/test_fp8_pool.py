@@ -1,24 +1,23 @@
 """Records in FP8 in Triton, against float64; ``test_windows.py`` has vLLM's cache."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
 from backends.cases import cos_sin_table
-from span_cases import FP8, LARGEST, SCALES, Case, over, short_parts, skip_without_fp8
+from span_cases import FP8, LARGEST, SCALES, Case, on, over, skip_without_fp8
 
 from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
+pytestmark = pytest.mark.usefixtures("short_parts")
+
 
 @pytest.fixture(autouse=True)
-def _short_parts(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def _fp8(device: torch.device) -> None:
     skip_without_fp8(device)
-    short_parts(monkeypatch)
 
 
 @pytest.mark.parametrize("windowed", [False, True], ids=["", "window"])
@@ -56,9 +55,8 @@ def test_captured_rows(size: int, rotary: int, neox: bool, dtype: torch.dtype, d
     slots = torch.randperm(90, generator=rng)[:count]
     positions = torch.randint(0, 1000, (count,), generator=rng)
     table = 1.3 * cos_sin_table(rotary, torch.float32) if rotary else None
-    on_device = [x.to(device) for x in (torch.arange(count), slots, positions)]
-    to = None if table is None else table.to(device)
-    operators.capture_(*given.to(device), *pool, *on_device, to, neox, *SCALES.values())
+    on_device = on(device, [torch.arange(count), slots, positions, table])
+    operators.capture_(*given.to(device), *pool, *on_device, neox, *SCALES.values())
 
     kept = [x.float().cpu()[slots] for x in pool]
     assert torch.equal(kept[1], over(given[1], SCALES["value_scale"]).float())
@@ -69,8 +67,7 @@ def test_captured_rows(size: int, rotary: int, neox: bool, dtype: torch.dtype, d
     assert near.all()
     same = kept[0] == over(unrotate(given[0], table, positions, neox), 0.02).float()
     assert float(same.float().mean()) > 0.98
-    others = torch.ones(90, dtype=torch.bool)
-    others[slots] = False
+    others = torch.ones(90, dtype=torch.bool).index_fill_(0, slots, False)
     assert all(x.float().cpu()[others].isnan().all() for x in pool)
 
 

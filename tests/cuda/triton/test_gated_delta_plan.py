@@ -1,7 +1,5 @@
 """Plans: what they hold, what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,14 +25,8 @@ def test_chunks_end_at_the_interior_and_know_what_stands_before_their_run() -> N
     assert plan.chunk == 32
     first = plan.chunks[0, 0].item()
     relative_rows = [(at - first, n, run - first, *rest) for at, n, run, *rest in plan.chunks.tolist()]
-    cache = (0, Source.CACHE, 0)
-    assert relative_rows[:5] == [
-        (0, 5, *cache),
-        (5, 32, *cache),
-        (37, 32, *cache),
-        (69, 20, *cache),
-        (89, 8, *cache),
-    ]
+    pieces = (0, 5), (5, 32), (37, 32), (69, 20), (89, 8)
+    assert relative_rows[:5] == [(*piece, 0, Source.CACHE, 0) for piece in pieces]
     assert relative_rows[5][1:] == (2, 100, Source.CACHE, 2)
     assert plan.scans.tolist() == [[0, 1, 0, 1, 4, 5, 0], [2, 1, 5, 5, 6, 6, 1]]
     assert plan.taken == () and plan.left == ()

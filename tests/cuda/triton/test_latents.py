@@ -1,7 +1,5 @@
 """Attention over latents, and their capture, in Triton against float64."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +49,7 @@ class Latents:
             return torch.full(sizes, float("nan"), dtype=self.dtype)
 
         size = self.rank + self.rope
-        counts = [columns for _, columns, _ in self.requests]
+        rows, counts, tokens = (list(part) for part in zip(*self.requests, strict=True))
         places = torch.randperm(2 * sum(counts) + 5, generator=rng)
         pool = nan(len(places), 1, size)
         taken = places[: sum(counts)]
@@ -59,25 +57,22 @@ class Latents:
         self.pool, self.slots = pool.to(self.device), [s.to(self.device) for s in taken.split(counts)]
         self.positions = [torch.randint(0, POSITIONS, (c,), generator=rng).to(self.device) for c in counts]
 
-        blocks = [-(-tokens // self.block_size) for _, _, tokens in self.requests]
+        blocks = [-(-n // self.block_size) for n in tokens]
         order = torch.randperm(2 * sum(blocks) + 1, generator=rng).int()
         self.block_table = torch.full((len(blocks), max(blocks) + 1), len(order) - 1, dtype=torch.int32)
         whole = nan(len(order), self.block_size * size + self.padding)
         self.cache = whole[:, : self.block_size * size].view(len(order), self.block_size, size)
-        for i, (_, _, tokens) in enumerate(self.requests):
+        for i, n in enumerate(tokens):
             mine = order[sum(blocks[:i]) : sum(blocks[: i + 1])]
             self.block_table[i, : len(mine)] = mine
-            for token in range(tokens):
+            for token in range(n):
                 self.cache[mine[token // self.block_size], token % self.block_size] = normal(size)
         whole = whole.to(self.device)
         self.cache = whole[:, : self.block_size * size].view(len(order), self.block_size, size)
         self.block_table = self.block_table.to(self.device)
 
-        rows = [rows for rows, _, _ in self.requests]
         ends = np.cumsum(rows)
-        self.ranges = np.array(
-            [(e - r, e, i, self.requests[i][2]) for i, (r, e) in enumerate(zip(rows, ends, strict=True))]
-        )
+        self.ranges = np.stack([ends - rows, ends, np.arange(len(rows)), tokens], 1)
         self.seen = torch.cat(
             [torch.linspace(0, c, r).long() if r > 1 else torch.tensor([c]) for r, c, _ in self.requests]
         )
@@ -201,10 +196,8 @@ def test_capture_undoes_the_rotation(
     rng = torch.Generator().manual_seed(1)
     token = torch.randperm(61, generator=rng)[:37]
     tokens = (case.block_table[1].cpu()[token // 16] * 16 + token % 16).long()
-    slots, positions = (
-        torch.randperm(90, generator=rng)[:37],
-        torch.randint(0, POSITIONS, (37,), generator=rng),
-    )
+    slots = torch.randperm(90, generator=rng)[:37]
+    positions = torch.randint(0, POSITIONS, (37,), generator=rng)
     pool = torch.full((90, 1, 64), float("nan"), dtype=dtype, device=device)
     given = [x.to(device) for x in (tokens, slots, positions)]
     capture_latents_(case.cache, pool, 16, *given, case.table, neox)

@@ -1,16 +1,13 @@
 """What is compiled and checked is what is launched: types, alignments, constants, warps, stages."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from conftest import Run
 
 from vllm_hypic.backends.ops.gated_delta.triton import capture as delta_capture
 from vllm_hypic.backends.ops.gated_delta.triton import channel_terms, terms
@@ -38,22 +35,12 @@ VARIANTS = {
 """What an engine compiles for linear layers, however many requests and rows a step has."""
 
 
-def launches(program: str, environment: Mapping[str, str]) -> list[list[object]]:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(program))],
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("program", ["record_launches.py", "layer_launches.py"])
-def test_specs_are_launches(program: str, compiler_environment: dict[str, str]) -> None:
+def test_specs_are_launches(program: str, run_compiling: Run) -> None:
     """And no step of a running engine compiles anew for linear layers."""
-    found, linear = launches(program, compiler_environment), program == "layer_launches.py"
+    done = run_compiling(str(Path(__file__).with_name(program)), PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr
+    found, linear = [json.loads(line) for line in done.stdout.splitlines()], program == "layer_launches.py"
     specs = [spec for module in (LINEAR if linear else ATTENTION) for spec in module.SPECS]
     specs = [spec for spec in specs if linear or SM90 in spec.architectures]
     assert specs

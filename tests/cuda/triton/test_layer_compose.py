@@ -1,8 +1,6 @@
 """Composed requests of linear layers in Triton against the float64 token loop; tolerances: see
 `test_layer_segments`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ sides of a rounding edge an element differs by 2^-8 (2^-11): 1e-4 for states of 
 (1e-3) for outputs, which are of that type. T of the gated delta rule is stored in fp16.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -145,20 +143,14 @@ def test_caches_as_cuda_has_them(kind: Kind, shape: Any, dtype: torch.dtype) -> 
     assert torch.equal(layer.records.state[1], turned.records.state[1])
 
 
-@pytest.mark.parametrize(("kind", "shape", "dtype", "state", "cuts", "step", "tolerance"), [
+@pytest.mark.parametrize(("kind", "shape", "dtype", "state", "cuts", "step", "limit"), [
     # What vLLM keeps without `mamba_ssm_cache_dtype`.
     (DELTA, Shape(1, 1, 32, 32), BF16, BF16, [], 4e-3, 1e-4),
     (MAMBA2, SMALL, F32, BF16, [20, 30], 2.0**-8, 1e-6),
     (MAMBA2, SMALL, F32, F16, [20, 30], 2.0**-11, 1e-6),
 ], ids=str)  # fmt: skip
 def test_caches_of_half_the_bits(
-    kind: Kind,
-    shape: Any,
-    dtype: torch.dtype,
-    state: torch.dtype,
-    cuts: list[int],
-    step: float,
-    tolerance: float,
+    kind: Kind, shape: Any, dtype: torch.dtype, state: torch.dtype, cuts: list[int], step: float, limit: float
 ) -> None:
     """States are rounded where a pass ends; records hold nothing of that."""
     ours = kind.inputs.Layer.make(shape, 60, dtype)
@@ -166,7 +158,7 @@ def test_caches_of_half_the_bits(
     exact = kind.captured(ours, [Segment(0, 0, 60, 8, 52, 1)], cuts)
     assert ours.caches.state.dtype == state
     assert relative(ours.state(0), exact.state(0)) < step
-    assert relative(ours.records.state[1], exact.records.state[1]) < tolerance
+    assert relative(ours.records.state[1], exact.records.state[1]) < limit
 
 
 # -- what one family has alone

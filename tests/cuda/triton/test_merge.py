@@ -1,7 +1,5 @@
 """Merging public and private attention in Triton against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from backends.cases import Parts

@@ -1,7 +1,5 @@
 """Short convolutions in Triton against the float64 token loop: the tests of the operators in PyTorch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

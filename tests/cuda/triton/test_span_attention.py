@@ -1,13 +1,11 @@
 """Span attention in Triton against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from backends.cases import DTYPES
-from span_cases import Case, short_parts
+from span_cases import Case
 
 from vllm_hypic.backends.ops.span_attention import choose, plan, refuses
 from vllm_hypic.backends.ops.span_attention.plan import SpanColumns, SpanPlan
@@ -84,11 +82,6 @@ def test_all_rows_see_the_same(seen: int, device: torch.device) -> None:
     case = Case((9, 70), device=device)
     case.visible_kv_lens[:] = seen
     case.check()
-
-
-@pytest.fixture(name="short_parts")
-def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_parts(monkeypatch)
 
 
 @pytest.mark.usefixtures("short_parts")

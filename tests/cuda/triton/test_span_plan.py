@@ -1,21 +1,13 @@
 """The plan of span attention: every row meets every column that it sees exactly once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_hypic.backends.ops.span_attention.plan import (
-    FEW_ROWS,
-    SpanColumns,
-    SpanPlan,
-    SpanWork,
-    many_rows,
-    part_columns,
-)
+from vllm_hypic.backends.ops.span_attention import plan as span_plan
+from vllm_hypic.backends.ops.span_attention.plan import FEW_ROWS, SpanColumns, SpanPlan, SpanWork
 
 CPU = torch.device("cpu")
 REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3000)), min_size=1, max_size=5)
@@ -66,7 +58,7 @@ def test_every_row_meets_what_it_sees_once(
             assert (query, count) == (query_ranges[i, 0], rows[i])
             assert first_column == sum(counts[:i])
             assert (work.block == FEW_ROWS) == (count * group <= FEW_ROWS)
-            assert end - begin <= part_columns(kv_heads, work.block)
+            assert end - begin <= span_plan.part_columns(kv_heads, work.block)
             assert end <= counts[i]
             tile = range(folded, min(folded + work.block, count * group))
             seen = [(hidden[r], visible_kv_lens[r]) for r in {output + f // group for f in tile}]
@@ -90,11 +82,8 @@ def test_what_a_window_costs_does_not_grow_with_the_columns(heads: int) -> None:
     given = np.array([[0, 1], [1, 33]]), seen, heads, 2, 64, torch.bfloat16
     plan = SpanPlan.of(columns_of([n, n]), *given, seen - 300)
     met = sum(int((w.items[:, 6] - w.items[:, 5]).sum()) for w in plan.work)
-    assert (
-        5 * 300
-        <= met
-        <= 2 * part_columns(2, FEW_ROWS) + 4 * 2 * part_columns(2, many_rows(64, torch.bfloat16, CPU))
-    )
+    many = span_plan.part_columns(2, span_plan.many_rows(64, torch.bfloat16, CPU))
+    assert 5 * 300 <= met <= 2 * span_plan.part_columns(2, FEW_ROWS) + 4 * 2 * many
 
 
 def check_partials(work: SpanWork) -> set[int]:
@@ -145,7 +134,7 @@ def test_tiles_fit_the_gpu(
 ) -> None:
     """As ``SPECS`` of the kernel have them compiled."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    cuda = torch.device("cuda")
+    cuda, many_rows = torch.device("cuda"), span_plan.many_rows
     assert many_rows(size, torch.bfloat16, cuda) == many_rows(size, torch.float16, cuda) == rows
     assert many_rows(size, torch.float32, cuda) == (64 if size == 128 else 32)
     assert many_rows(size, torch.bfloat16, torch.device("cpu")) == 64

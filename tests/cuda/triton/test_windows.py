@@ -1,25 +1,19 @@
 """Rows with a window of their own in Triton, over the pool and over vLLM's cache, and log-sum-exps of that,
 against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from backends.cases import LSE_TOLERANCE, TOLERANCE, Cached
-from span_cases import FP8, SCALES, Case, on, over, short_parts, skip_without_fp8
+from span_cases import FP8, SCALES, Case, on, over, skip_without_fp8
 
 from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
 
 BF16 = torch.bfloat16
+pytestmark = pytest.mark.usefixtures("short_parts")
 WINDOWS = [*((window, torch.float32) for window in (1, 5, 64, 1000)), (5, torch.float16), (64, BF16)]
-
-
-@pytest.fixture(autouse=True)
-def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    short_parts(monkeypatch)
 
 
 @pytest.mark.parametrize(("window", "dtype"), WINDOWS)
@@ -48,17 +42,11 @@ def test_hiding_nothing_changes_no_bit(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, case.run(), strict=True))
 
 
-@pytest.mark.parametrize("tokens_first", [True, False], ids=["NHD", "HND"])
+@pytest.mark.parametrize("by_token", [True, False], ids=["NHD", "HND"])
 @pytest.mark.parametrize(("window", "dtype"), [*WINDOWS, (30, FP8)])
 @pytest.mark.parametrize(("group", "size", "block"), [(1, 32, 16), (3, 72, 24)])
 def test_cached_tokens(
-    window: int,
-    group: int,
-    size: int,
-    block: int,
-    dtype: torch.dtype,
-    tokens_first: bool,
-    device: torch.device,
+    window: int, group: int, size: int, block: int, dtype: torch.dtype, by_token: bool, device: torch.device
 ) -> None:
     """In both layouts of vLLM's cache; blocks that lie behind all windows are given away: the table names
     another one.  That one, tokens that are not there yet and blocks of nobody are poisoned."""
@@ -103,7 +91,7 @@ def test_cached_tokens(
         cache = torch.cat([half.double() * by for half, by in halves], -1)
     index = torch.arange(cache[0].numel()).view(cache.shape[1:]).transpose(0, 1).split(size, dim=-1)
     wanted, wanted_lse = reference.cache_attention(query, cache, *index, table, ranges, scale, begins)
-    laid = cached.transpose(1, 2).contiguous() if tokens_first else cached.transpose(1, 2)
+    laid = cached.transpose(1, 2).contiguous() if by_token else cached.transpose(1, 2)
     halves = laid.to(device).split(size, dim=-1)
     out, lse = operators.cached_attention(
         query.to(device), *halves, table.to(device), ranges, scale, begins.to(device), *scales.values()

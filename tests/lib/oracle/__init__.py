@@ -3,23 +3,12 @@
 import json
 from pathlib import Path
 
-from .bailing import BailingOracle, RingLinearOracle
-from .gemma2 import Gemma2Oracle
 from .mamba1 import Mamba1Oracle
 from .mamba2 import Mamba2Oracle
 from .mamba_models import save_mamba_model
-from .masked import MaskedOracle
-from .mla import MLAOracle
-from .models import (
-    random_segments,
-    save_attention_model,
-    save_hybrid_model,
-    save_mla_model,
-    save_short_conv_model,
-)
-from .olmo import OlmoOracle, save_olmo_model
+from .models import random_segments, save_mla_model, save_short_conv_model
+from .olmo import save_olmo_model
 from .oracle import FAULTS, Oracle
-from .short_conv import ShortConvOracle
 
 save_mamba1_model = save_mamba2_model = save_mamba_model
 
@@ -30,7 +19,5 @@ def mamba_oracle(model: Path) -> Oracle:
     return Mamba1Oracle(model) if kind in Mamba1Oracle.model_types else Mamba2Oracle(model)
 
 
-__all__ = ["FAULTS", "BailingOracle", "Gemma2Oracle", "MLAOracle", "Mamba1Oracle", "Mamba2Oracle",
-           "MaskedOracle", "OlmoOracle", "Oracle", "RingLinearOracle", "ShortConvOracle", "mamba_oracle",
-           "random_segments", "save_attention_model", "save_hybrid_model", "save_mamba1_model",
-           "save_mamba2_model", "save_mla_model", "save_olmo_model", "save_short_conv_model"]  # fmt: skip
+__all__ = ["FAULTS", "Oracle", "mamba_oracle", "random_segments", "save_mamba1_model", "save_mamba2_model",
+           "save_mla_model", "save_olmo_model", "save_short_conv_model"]  # fmt: skip

@@ -12,8 +12,6 @@ multiplied by the sigmoid of a gate.
 Grouped-query attention has q and k normalised and rotated alike. Experts are DeepSeek-V3's.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, LATENT_FAULTS, RELOCATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .faults import LATENT_FAULTS, RELOCATION_FAULTS
 from .mla import BAILING_NAMES, MLAOracle
 from .oracle import FULL, LINEAR, Oracle, rms_norm, rotate
-from .retention import UNSEEN, Retention
+from .retention import Retention
 
 
 class BailingOracle(Retention, MLAOracle):
@@ -39,8 +37,7 @@ class BailingOracle(Retention, MLAOracle):
         self.linear_inv_freq = self._frequencies(self.rotated)
 
     def faults(self) -> list[str]:
-        states = [fault for fault in STATE_FAULTS if fault not in UNSEEN]
-        return [*SEAM_FAULTS, *states, *ATTENTION_FAULTS, *LATENT_FAULTS, *RELOCATION_FAULTS]
+        return [*super().faults(), *RELOCATION_FAULTS]
 
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
@@ -86,10 +83,7 @@ class RingLinearOracle(BailingOracle):
         super().__init__(model_dir, dtype)
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         rows = [self.config["head_dim"] * number for number in (heads, kv_heads, kv_heads)]
-        for index, kind in enumerate(self.layer_types):
-            if kind != FULL:
-                continue
-            name = f"layers.{index}.self_attn"
+        for name in (f"layers.{i}.self_attn" for i, kind in enumerate(self.layer_types) if kind == FULL):
             parts = self._weights.pop(f"{name}.query_key_value.weight").split(rows)
             for part, weight in zip("qkv", parts, strict=True):
                 self._weights[f"{name}.{part}_proj.weight"] = weight

@@ -1,7 +1,5 @@
 """The gated delta rule of the oracles: token by token, as the papers define it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self

@@ -12,8 +12,6 @@ head h, counted from 0, and q and k rotated (half-split layout), the other in ev
 `g = logsigmoid(W_2 W_1 x + b) / 16`, perhaps bounded below. Outputs are as before.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .delta import DeltaInputs
-from .faults import ATTENTION_FAULTS, RELOCATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
-from .olmo import FUSED
+from .faults import RELOCATION_FAULTS
+from .olmo import name_as_qwen
 from .oracle import FULL, LINEAR, Oracle, rms_norm, rotate
-from .retention import UNSEEN, Retention
+from .retention import Retention
 
 NORMS = ("g_norm_swish_gate", "g_norm")
 """What the outputs' norm is called where its gate is fused into it, and where not."""
@@ -46,10 +43,6 @@ class FlaOracle(Oracle):
             ours = ".linear_attn." if kind == LINEAR else ".self_attn."
             self._weights[name.replace(".attn.", ours)] = self._weights.pop(name)
 
-    def faults(self) -> list[str]:
-        attends = FULL in self.layer_types
-        return [*SEAM_FAULTS, *STATE_FAULTS, *(ATTENTION_FAULTS if attends else ())]
-
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
         attn = config["attn"] or {"layers": [], "num_heads": 1, "rope_theta": 10000.0}
@@ -66,10 +59,7 @@ class FlaOracle(Oracle):
 
 
 class DeltaNetOracle(FlaOracle):
-    """Position-independent caching of a DeltaNet checkpoint, by definition.
-
-    `largest_beta`: 2 where the configuration allows negative eigenvalues.
-    """
+    """Position-independent caching of a DeltaNet checkpoint, by definition."""
 
     model_types = ("delta_net",)
 
@@ -78,17 +68,12 @@ class DeltaNetOracle(FlaOracle):
         self.largest_beta = 2.0 if self.config.get("allow_neg_eigval") else 1.0
         w = self._weights
         for name in (f"layers.{i}.linear_attn" for i, kind in enumerate(self.layer_types) if kind == LINEAR):
-            for fused, parts in FUSED.items():
-                found = [w.pop(f"{name}.{part}.weight") for part in parts if f"{name}.{part}.weight" in w]
-                if found:
-                    w[f"{name}.{fused}.weight"] = torch.cat(found)
+            name_as_qwen(w, name, name)
             channels = len(w[f"{name}.in_proj_qkv.weight"])
             w.setdefault(f"{name}.conv1d.weight", torch.ones(channels, 1, 1, dtype=dtype))
-            for theirs, ours in (("b_proj", "in_proj_b"), ("o_norm", "norm"), ("o_proj", "out_proj")):
-                w[f"{name}.{ours}.weight"] = w.pop(f"{name}.{theirs}.weight")
             # What is not there is projected, and not looked at.
             values = w[f"{name}.out_proj.weight"].T
-            w[f"{name}.in_proj_z.weight"] = w.pop(f"{name}.g_proj.weight", torch.zeros_like(values))
+            w.setdefault(f"{name}.in_proj_z.weight", torch.zeros_like(values))
             w[f"{name}.in_proj_a.weight"] = torch.zeros_like(w[f"{name}.in_proj_b.weight"])
 
     def faults(self) -> list[str]:
@@ -106,15 +91,9 @@ class DeltaNetOracle(FlaOracle):
     def _opening(self, z: Tensor) -> Tensor:
         return F.silu(z) if self.config.get("use_gate") else torch.ones_like(z)
 
-    def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
-        return super()._delta_inputs(qkv, g, self.largest_beta * beta)
-
 
 class DecayOracle(Retention, FlaOracle):
     """What RetNet and GLA have in common."""
-
-    def faults(self) -> list[str]:
-        return [fault for fault in super().faults() if fault not in UNSEEN]
 
     def _decays(self, name: str, x: Tensor) -> Tensor:
         """`g [n, H, K]`, of some axes perhaps 1."""
@@ -164,9 +143,7 @@ class GLAOracle(DecayOracle):
         return g if bound is None else g.clamp(min=bound)
 
 
-ORACLES: dict[str, type[FlaOracle]] = {
-    **{"delta_net": DeltaNetOracle, "retnet": RetNetOracle, "gla": GLAOracle},
-}
+ORACLES = {oracle.model_types[0]: oracle for oracle in (DeltaNetOracle, RetNetOracle, GLAOracle)}
 """By model type."""
 MODELS: dict[str, dict[str, Any]] = {
     "delta-net": {"kind": "delta_net", "expand_v": 2.0},

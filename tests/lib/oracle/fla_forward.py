@@ -6,8 +6,6 @@ Only up to 64 tokens: there its layers run their recurrent kernels, of which the
 operations.  The logprobs `[n, vocab]` of the tokens `10 ... 9 + n` are saved to `OUT`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """Random checkpoints of flash-linear-attention's models: a linear mixer, and full attention in every
 `group`-th layer, or in none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from benchmarks.lib.random_models import SPECIAL_IDS
 DELTA_NET, RETNET, GLA = "delta_net", "retnet", "gla"
 ARCHITECTURES = {DELTA_NET: "DeltaNetForCausalLM", RETNET: "RetNetForCausalLM", GLA: "GLAForCausalLM"}
 """vLLM's name of the class of each model type."""
+VOCAB = 512
 
 
 def save_fla_model(
@@ -28,14 +27,9 @@ def save_fla_model(
     heads: int = 4,
     expand_k: float = 1.0,
     expand_v: float = 1.0,
-    attention_heads: int = 4,
-    kv_heads: int = 2,
-    vocab: int = 512,
-    max_positions: int = 32768,
     silent: bool = False,
     tie: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
     **fields: Any,
 ) -> Path:
     """Save a random model of type `kind`.
@@ -56,24 +50,24 @@ def save_fla_model(
         "hidden_act": "swish",
         "norm_eps": 1e-5,
         "attn": None,
-        "vocab_size": vocab,
-        "max_position_embeddings": max_positions,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 32768,
         "tie_word_embeddings": tie,
         **fields,
         **SPECIAL_IDS,
     }
     if attends:
-        config["attn"] = {"layers": attends, "num_heads": attention_heads, "num_kv_heads": kv_heads}
+        config["attn"] = {"layers": attends, "num_heads": 4, "num_kv_heads": 2}
         config["attn"] |= {"qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
-    shapes: dict[str, Shape] = {"model.embeddings": (vocab, hidden), "model.norm": (hidden,)}
+    shapes: dict[str, Shape] = {"model.embeddings": (VOCAB, hidden), "model.norm": (hidden,)}
     if not tie:
-        shapes |= {"lm_head": (vocab, hidden)}
+        shapes |= {"lm_head": (VOCAB, hidden)}
     for index in range(layers):
         mixer = _attention(config) if index in attends else _MIXERS[kind](config)
         layer: dict[str, Shape] = {"attn_norm": (hidden,), "mlp_norm": (hidden,)}
         layer |= {f"attn.{name}": shape for name, shape in mixer.items()} | mlp("mlp", hidden, intermediate)
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    folder = save_checkpoint(path, config, shapes, dtype, seed)
+    folder = save_checkpoint(path, config, shapes, dtype, seed=0)
     scale(folder, ["model.embeddings"], 2.5)  # as other models' are, whose embeddings have other names
     if silent:
         silence(folder, [f"model.layers.{index}.attn.o_proj" for index in attends])

@@ -13,8 +13,6 @@ Kimi-Linear's latent attention rotates nothing. Bailing V3's does, and multiplie
 of a gate of every head or every channel, or of none.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,37 +20,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, LATENT_FAULTS, ROTATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .faults import LATENT_FAULTS, ROTATION_FAULTS
 from .mla import BAILING_NAMES, MLAOracle
-from .olmo import FUSED
+from .olmo import name_as_qwen
 from .oracle import FULL, LINEAR
 
 
 class KimiDeltaOracle(MLAOracle):
     """What the two models have in common."""
 
-    gate_bound: float | None
-
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         super().__init__(model_dir, dtype)
+        self.gate_bound: float | None = self.config["gate_bound"]
         self._multiply()
-        for index, kind in enumerate(self.layer_types):
-            if kind == LINEAR:
-                self._name_as_qwen(f"layers.{index}.self_attn", f"layers.{index}.linear_attn")
+        for layer in (f"layers.{i}" for i, kind in enumerate(self.layer_types) if kind == LINEAR):
+            name_as_qwen(self._weights, f"{layer}.linear_attn", f"{layer}.self_attn")
+            for part in ("A_log", "dt_bias"):
+                flat = self._weights.pop(f"{layer}.self_attn.{part}").flatten()
+                self._weights[f"{layer}.linear_attn.{part}"] = flat
 
     def _multiply(self) -> None:
         """Projections of low rank."""
-
-    def _name_as_qwen(self, theirs: str, ours: str) -> None:
-        w = self._weights
-        for fused, parts in FUSED.items():
-            w[f"{ours}.{fused}.weight"] = torch.cat([w.pop(f"{theirs}.{part}.weight") for part in parts])
-        for part, name in (("f_proj", "in_proj_a"), ("g_proj", "in_proj_z"), ("b_proj", "in_proj_b")):
-            w[f"{ours}.{name}.weight"] = w.pop(f"{theirs}.{part}.weight")
-        for part, name in (("o_norm", "norm"), ("o_proj", "out_proj")):
-            w[f"{ours}.{name}.weight"] = w.pop(f"{theirs}.{part}.weight")
-        for part in ("A_log", "dt_bias"):
-            w[f"{ours}.{part}"] = w.pop(f"{theirs}.{part}").flatten()
 
     def _log_decays(self, name: str, a: Tensor) -> Tensor:
         """`g [n, H, K]` of gates `a [n, H K]`."""
@@ -73,10 +61,6 @@ class KimiOracle(KimiDeltaOracle):
         **{"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
     }
 
-    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
-        super().__init__(model_dir, dtype)
-        self.gate_bound = self.config["linear_attn_config"].get("gate_lower_bound")
-
     def _multiply(self) -> None:
         w = self._weights
         for name in [name for name in w if name.endswith((".f_a_proj.weight", ".g_a_proj.weight"))]:
@@ -84,7 +68,7 @@ class KimiOracle(KimiDeltaOracle):
 
     def faults(self) -> list[str]:
         """Without rotation, those of rotation do not show."""
-        return [f for f in (*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS) if f not in ROTATION_FAULTS]
+        return [f for f in super().faults() if f not in (*ROTATION_FAULTS, *LATENT_FAULTS)]
 
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +79,8 @@ class KimiOracle(KimiDeltaOracle):
         found = _delta_fields(linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"])
         found |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "layer_types": kinds}
         found |= {"num_experts_per_tok": config.get("num_experts_per_token")}
-        return config | found | {"n_group": config.get("num_expert_group")}
+        found |= {"n_group": config.get("num_expert_group"), "gate_bound": linear.get("gate_lower_bound")}
+        return config | found
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         return x
@@ -107,13 +92,6 @@ class BailingOracle(KimiDeltaOracle):
     model_types = ("bailing_hybrid",)
     names: ClassVar[dict[str, str]] = BAILING_NAMES
 
-    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
-        super().__init__(model_dir, dtype)
-        self.gate_bound = self.config["kda_lower_bound"] if self.config["kda_safe_gate"] else None
-
-    def faults(self) -> list[str]:
-        return [*SEAM_FAULTS, *STATE_FAULTS, *ATTENTION_FAULTS, *LATENT_FAULTS]
-
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
         layers, size = config["num_hidden_layers"], config["layer_group_size"]
@@ -124,6 +102,7 @@ class BailingOracle(KimiDeltaOracle):
         # What is left behind the last whole group attends.
         whole = layers // size * size
         kinds = [LINEAR if (i + 1) % size and i < whole else FULL for i in range(layers)]
+        found |= {"gate_bound": config["kda_lower_bound"] if config["kda_safe_gate"] else None}
         return config | found | {"layer_types": kinds}
 
     def _opened(self, x: Tensor, y: Tensor, name: str) -> Tensor:

@@ -7,9 +7,7 @@ where x is convolved, and delta, B and C are projections of it, in some models n
 product of the factors e^{A d_t} of its interior, `[channels, N]`.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,37 +22,35 @@ class Mamba1Oracle(MambaOracle):
     """Position-independent caching of a checkpoint with Mamba layers, by definition."""
 
     model_types = ("jamba", "mamba", "falcon_mamba")
+    names: ClassVar[dict[str, str]] = MambaOracle.names | {
+        **{"mixer": "mamba", "norm": "input_layernorm", "norm_f": "final_layernorm"},
+    }
+    last_norm = "final_layernorm"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rank: int = self.config["rank"]
         self.size: int = self.config["size"]
-        self.last_norm = "final_layernorm" if self._is_jamba else "backbone.norm_f"
 
     @staticmethod
     def _understood(c: dict[str, Any]) -> dict[str, Any]:
         if c["model_type"] == "jamba":
-            attends = [
-                i % c["attn_layer_period"] == c["attn_layer_offset"] for i in range(c["num_hidden_layers"])
-            ]
+            period, offset = c["attn_layer_period"], c["attn_layer_offset"]
+            kinds = [FULL if i % period == offset else LINEAR for i in range(c["num_hidden_layers"])]
             return c | {
-                "layer_types": [FULL if it else LINEAR for it in attends],
+                "layer_types": kinds,
+                "rotates": False,
                 "head_dim": c["hidden_size"] // c["num_attention_heads"],
                 "rank": c["mamba_dt_rank"],
                 "size": c["mamba_d_state"],
             }
         return c | {
             "layer_types": [LINEAR] * c["num_hidden_layers"],
+            "rotates": False,
             "rms_norm_eps": c["layer_norm_epsilon"],
             "rank": c["time_step_rank"],
             "size": c["state_size"],
         }
-
-    def _inverse_frequencies(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.float64)
-
-    def _name(self, index: int) -> str:
-        return f"layers.{index}.mamba" if self._is_jamba else f"backbone.layers.{index}.mixer"
 
     @property
     def _is_jamba(self) -> bool:
@@ -66,13 +62,8 @@ class Mamba1Oracle(MambaOracle):
         index = self.layer_types.index(LINEAR)
         return len(self._weights[f"{self._name(index)}.D"]), 1, self.size
 
-    def _embedded(self, stream: Stream) -> Tensor:
-        name = "embed_tokens" if self._is_jamba else "backbone.embeddings"
-        return self._weights[f"{name}.weight"][list(stream.tokens)]
-
     def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
-        norm = f"layers.{index}.input_layernorm" if self._is_jamba else f"backbone.layers.{index}.norm"
-        y, *kept = self._mixer(index, self._norm(x, norm), *given)
+        y, *kept = self._mixer(index, self._norm(x, f"layers.{index}.input_layernorm"), *given)
         x = x + y
         if self._is_jamba:
             x = x + self._feed_forward(index, self._norm(x, f"layers.{index}.pre_ff_layernorm"))
@@ -81,18 +72,12 @@ class Mamba1Oracle(MambaOracle):
     def _feed_forward(self, index: int, x: Tensor) -> Tensor:
         """A gated MLP, or the mixture of the likeliest, by probabilities among all."""
         name = f"layers.{index}.feed_forward"
-
-        def mlp(name: str) -> Tensor:
-            inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")
-            return self._linear(inner, f"{name}.down_proj")
-
         if f"{name}.router.weight" not in self._weights:
-            return mlp(name)
+            return self._gated(x, name)
         odds = self._linear(x, f"{name}.router").softmax(-1)
-        chosen = torch.zeros_like(odds).scatter(
-            -1, odds.topk(self.config["num_experts_per_tok"]).indices, 1.0
-        )
-        experts = [mlp(f"{name}.experts.{i}") for i in range(odds.shape[-1])]
+        likeliest = odds.topk(self.config["num_experts_per_tok"]).indices
+        chosen = torch.zeros_like(odds).scatter(-1, likeliest, 1.0)
+        experts = [self._gated(x, f"{name}.experts.{i}") for i in range(odds.shape[-1])]
         return torch.einsum("ne,nhe->nh", odds * chosen, torch.stack(experts, -1))
 
     def _delta_net(

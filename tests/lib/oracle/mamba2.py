@@ -10,19 +10,17 @@ attention or a Mamba2 layer, numbered as they are run, and each architecture is 
 Constants that scale what a projection takes or gives are multiplied into its weights when they are read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .delta import Rows
-from .faults import ATTENTION_FAULTS, ROTATION_FAULTS, SEAM_FAULTS, STATE_FAULTS
+from .faults import ROTATION_FAULTS
 from .oracle import FULL, LINEAR, LinearRecord, LinearState, Oracle, causal_conv, last_rows, rms_norm
 from .stream import Stream
 
@@ -71,12 +69,12 @@ def scan(rows: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
 class MambaOracle(Oracle):
     """What Mamba1 and Mamba2 have in common."""
 
+    names: ClassVar[dict[str, str]] = {"embeddings": "embed_tokens"}
+
     def faults(self) -> list[str]:
-        """Without rotation, those of rotation do not show, nor without attention those of attention."""
-        kept = [fault for fault in STATE_FAULTS if fault != "T_transposed"]
-        unseen = () if self.inv_freq.numel() else ROTATION_FAULTS
-        attention = [f for f in ATTENTION_FAULTS if FULL in self.layer_types and f not in unseen]
-        return [*SEAM_FAULTS, *kept, *attention]
+        """Without rotation, those of rotation do not show."""
+        unseen = ("T_transposed", *(() if self.inv_freq.numel() else ROTATION_FAULTS))
+        return [fault for fault in super().faults() if fault not in unseen]
 
     @property
     def _state_shape(self) -> tuple[int, int, int]:
@@ -150,11 +148,6 @@ class Mamba2Oracle(MambaOracle):
         known = {"hidden_act": "silu", "layer_types": [kind for kind, _ in given["mixers"]]}
         return config | known | given
 
-    def _inverse_frequencies(self) -> Tensor:
-        if not self.config["rotates"]:
-            return torch.zeros(0, dtype=torch.float64)
-        return super()._inverse_frequencies()
-
     def _taken(self, index: int, given: str) -> dict[str, Tensor]:
         """A mixer's weights under the names that are asked for here, constants multiplied in."""
         c, w, s = self.config, self._weights, self.sizes
@@ -201,19 +194,19 @@ class Mamba2Oracle(MambaOracle):
 
         running = mixers()
         next(running)
-        x = self._embeddings()[list(stream.tokens)] * self.config.get("embedding_multiplier", 1.0)
+        x = self._embedded(stream) * self.config.get("embedding_multiplier", 1.0)
         walk = getattr(self, f"_{self.config['model_type']}")
         return walk(x, running.send), states
 
     def _nemotron_h(self, x: Tensor, mix: Mix) -> Tensor:
         for i, kind in enumerate(self.config["layers_block_type"]):
-            y = self._norm(x, f"backbone.layers.{i}.norm")
+            y = self._norm(x, f"layers.{i}.norm")
             if kind == "mlp":
-                name = f"backbone.layers.{i}.mixer"
+                name = f"layers.{i}.mixer"
                 x = x + self._linear(self._linear(y, f"{name}.up_proj").relu() ** 2, f"{name}.down_proj")
             else:
                 x = x + mix(y)
-        return self._norm(x, "backbone.norm_f")
+        return self._norm(x, "norm_f")
 
     def _granitemoehybrid(self, x: Tensor, mix: Mix) -> Tensor:
         scale = self.config["residual_multiplier"]
@@ -228,14 +221,12 @@ class Mamba2Oracle(MambaOracle):
         c = self.config
         of_gate, of_down = c["mlp_multipliers"]
         for i in range(c["num_hidden_layers"]):
-            y, name = self._norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.feed_forward"
+            y, mlp = self._norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.feed_forward"
             attended = c["attention_out_multiplier"] * mix(c["attention_in_multiplier"] * y)
             x = x + attended + c["ssm_out_multiplier"] * mix(c["ssm_in_multiplier"] * y)
             y = self._norm(x, f"layers.{i}.pre_ff_layernorm")
-            inner = F.silu(of_gate * self._linear(y, f"{name}.gate_proj")) * self._linear(
-                y, f"{name}.up_proj"
-            )
-            x = x + of_down * self._linear(inner, f"{name}.down_proj")
+            gate, up = (self._linear(y, f"{mlp}.{part}_proj") for part in ("gate", "up"))
+            x = x + of_down * self._linear(F.silu(of_gate * gate) * up, f"{mlp}.down_proj")
         return self._norm(x, "final_layernorm")
 
     def _zamba2(self, x: Tensor, mix: Mix) -> Tensor:
@@ -280,14 +271,9 @@ class Mamba2Oracle(MambaOracle):
             y = y * w[f"{name}.norm.weight"]
         return self._linear(y, f"{name}.out_proj"), rows, state
 
-    def _embeddings(self) -> Tensor:
-        return self._weights[self.config.get("embeddings", "embed_tokens.weight")]
-
     def _logprobs(self, hidden: Tensor) -> Tensor:
-        c = self.config
-        matrix = self._embeddings() if c["tie_word_embeddings"] else self._weights["lm_head.weight"]
-        scale = c.get("lm_head_multiplier", 1.0) / c.get("logits_scaling", 1.0)
-        return (hidden @ matrix.T * scale).log_softmax(-1)
+        scale = self.config.get("lm_head_multiplier", 1.0) / self.config.get("logits_scaling", 1.0)
+        return super()._logprobs(hidden * scale)
 
 
 # -- what each architecture calls things ---------------------------------------------------------------------
@@ -297,12 +283,11 @@ def _nemotron_h(c: dict[str, Any]) -> dict[str, Any]:
     kinds = enumerate(c["layers_block_type"])
     groups = c["n_groups"]
     return {
-        "mixers": [(kind, f"backbone.layers.{i}.mixer") for i, kind in kinds if kind != "mlp"],
+        "mixers": [(kind, f"layers.{i}.mixer") for i, kind in kinds if kind != "mlp"],
         "sizes": Sizes(c["mamba_num_heads"], c["mamba_head_dim"], groups, c["ssm_state_size"], groups),
         "rotates": False,
         "rms_norm_eps": c["layer_norm_epsilon"],
         "score_scale": c["head_dim"] ** -0.5,
-        "embeddings": "backbone.embeddings.weight",
     }
 
 
@@ -321,12 +306,11 @@ def _falcon(c: dict[str, Any]) -> dict[str, Any]:
     mixers = []
     for i in range(c["num_hidden_layers"]):
         mixers += [(FULL, f"layers.{i}.self_attn"), (LINEAR, f"layers.{i}.mamba")]
-    normed = c["mamba_n_groups"] if c["mamba_rms_norm"] else 0
+    groups = c["mamba_n_groups"]
+    normed = groups if c["mamba_rms_norm"] else 0
     return {
         "mixers": mixers,
-        "sizes": Sizes(
-            c["mamba_n_heads"], c["mamba_d_head"], c["mamba_n_groups"], c["mamba_d_state"], normed
-        ),
+        "sizes": Sizes(c["mamba_n_heads"], c["mamba_d_head"], groups, c["mamba_d_state"], normed),
         "rotates": True,
         "score_scale": c["head_dim"] ** -0.5,
     }

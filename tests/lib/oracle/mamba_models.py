@@ -1,7 +1,5 @@
 """Tiny random checkpoints of the models that have Mamba1 and Mamba2 layers, every multiplier in use."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -31,21 +31,19 @@ FAULTS = {
 
 
 class MaskedOracle:
-    """Position-independent caching of a checkpoint by transformers' forward.
+    """Position-independent caching of a checkpoint by transformers' forward, in float64.
 
     `by_embeddings`: it is given embeddings for tokens, without those that single layers have of them: vLLM's
     Gemma 3n for text alone leaves these out.
     """
 
-    def __init__(
-        self, model_dir: str | Path, dtype: torch.dtype = torch.float64, *, by_embeddings: bool = False
-    ):
+    def __init__(self, model_dir: str | Path, *, by_embeddings: bool = False):
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager"
+            model_dir, dtype=torch.float64, attn_implementation="eager"
         ).eval()
-        self.dtype, self.config, self.by_embeddings = dtype, self.model.config, by_embeddings
+        self.config, self.by_embeddings = self.model.config, by_embeddings
 
     def full_logprobs(self, tokens: Sequence[int]) -> Tensor:
         """Of the next token `[vocabulary]`, every row computed behind all before it."""
@@ -98,7 +96,7 @@ class MaskedOracle:
         if fault == "readers_without_public":
             for layer in self.model.model.layers[-self.config.num_kv_shared_layers :]:
                 without = masks[self.config.layer_types[layer.self_attn.layer_idx]] & ~public
-                see = partial(_with_mask, mask=self._additive(without))
+                see = partial(_with_mask, mask=additive(without))
                 hooks.append(layer.self_attn.register_forward_pre_hook(see, with_kwargs=True))
         try:
             with torch.no_grad():
@@ -108,7 +106,7 @@ class MaskedOracle:
                 found = self.model(
                     **given,
                     position_ids=at[None],
-                    attention_mask={kind: self._additive(mask) for kind, mask in masks.items()},
+                    attention_mask={kind: additive(mask) for kind, mask in masks.items()},
                     use_cache=False,
                 )
         finally:
@@ -116,9 +114,10 @@ class MaskedOracle:
                 hook.remove()
         return found.logits[0, -1].double().log_softmax(-1)
 
-    def _additive(self, visible: Tensor) -> Tensor:
-        hidden = torch.full((), float("-inf"), dtype=self.dtype)
-        return torch.where(visible, torch.zeros((), dtype=self.dtype), hidden)[None, None]
+
+def additive(visible: Tensor) -> Tensor:
+    """The mask that transformers adds to scores, of one that says what is visible `[rows, columns]`."""
+    return torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, float("-inf"))[None, None]
 
 
 def _with_mask(module: object, args: tuple[Any, ...], kwargs: dict[str, Any], *, mask: Tensor) -> Any:

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .faults import ATTENTION_FAULTS, LATENT_FAULTS, SEAM_FAULTS
+from .faults import LATENT_FAULTS
 from .oracle import Oracle, attend
 from .stream import Stream
 
@@ -68,7 +67,7 @@ class MLAOracle(Oracle):
         self.table_length = _yarn_length(factor, rope.get("mscale", 1.0)) / self.score_length**0.5
 
     def faults(self) -> list[str]:
-        return [*SEAM_FAULTS, *ATTENTION_FAULTS, *LATENT_FAULTS]
+        return [*super().faults(), *LATENT_FAULTS]
 
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
@@ -136,15 +135,14 @@ class MLAOracle(Oracle):
         return rotate_pairs(x, positions, self.inv_freq, self.table_length)
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
-        """The gated MLP of a layer, or its experts."""
+        """The MLP of a layer, or its experts."""
         name = f"layers.{index}.mlp"
         if f"{name}.gate.weight" not in self._weights:
             return super()._mlp(index, x)
         weights = self._shares(self._linear(x, f"{name}.gate"), name)
         experts = [self._gated(x, f"{name}.experts.{e}") for e in range(weights.shape[-1])]
-        return self._gated(x, f"{name}.shared_experts") + torch.einsum(
-            "ne,end->nd", weights, torch.stack(experts)
-        )
+        mixture = torch.einsum("ne,end->nd", weights, torch.stack(experts))
+        return self._gated(x, f"{name}.shared_experts") + mixture
 
     def _shares(self, logits: Tensor, name: str) -> Tensor:
         """What experts count for, `[n, experts]`, most of them for nothing."""
@@ -155,10 +153,6 @@ class MLAOracle(Oracle):
         if self.config["norm_topk_prob"]:
             best = best / best.sum(-1, keepdim=True)
         return torch.zeros_like(scores).scatter(-1, chosen, best * self.config["routed_scaling_factor"])
-
-    def _gated(self, x: Tensor, name: str) -> Tensor:
-        inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")
-        return self._linear(inner, f"{name}.down_proj")
 
 
 def _yarn_length(factor: float, mscale: float) -> float:

@@ -12,20 +12,8 @@ from benchmarks.lib.random_models import save_hybrid_model as save_hybrid_model
 SIZES = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHARED_KV: dict[str, dict[str, Any]] = {
-    "Gemma3nText": {
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 16,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
-        "final_logit_softcapping": 5.0,
-    },
-    "Gemma4Text": {
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-        "global_head_dim": 128,
-        "use_double_wide_mlp": True,
-        "final_logit_softcapping": 5.0,
-    },
+    "Gemma3nText": {"laurel_rank": 16, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0]},
+    "Gemma4Text": {"global_head_dim": 128, "use_double_wide_mlp": True},
 }
 
 
@@ -39,33 +27,13 @@ def save_attention_model(
     path: str | Path,
     *,
     layers: int = 2,
-    hidden: int = 128,
-    intermediate: int | None = None,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    rope_theta: float = 10000.0,
     vocab: int = 512,
-    max_positions: int = 32768,
     tie: bool = True,
     dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
 ) -> Path:
     """Save a random dense Qwen3 model: full attention in every layer, the whole head rotated."""
-    fields = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate or 2 * hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
-        "vocab_size": vocab,
-        "tie_word_embeddings": tie,
-    }
-    return save_text_model(
-        path, name="Qwen3", fields=fields, max_positions=max_positions, dtype=dtype, seed=seed
-    )
+    fields = {"hidden_size": 128, "head_dim": 64, "vocab_size": vocab, "tie_word_embeddings": tie}
+    return _save_layers(path, "Qwen3", [FULL] * layers, fields, dtype=dtype)
 
 
 def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int = 0, **given: Any) -> Path:
@@ -78,18 +46,15 @@ def save_shared_kv_model(path: str | Path, *, name: str, window: int, seed: int 
         "sliding_window": window,
         "head_dim": 64,
         "hidden_size": 256,  # its root, by which embeddings are multiplied, is exact in any dtype
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 16,
+        "final_logit_softcapping": 5.0,
     }
     return save_text_model(path, name=name, fields=SIZES | fields | SHARED_KV[name] | given, seed=seed)
 
 
 def save_mla_model(
-    path: str | Path,
-    *,
-    layers: int = 2,
-    q_lora: bool = False,
-    experts: bool = False,
-    yarn: bool = False,
-    seed: int = 0,
+    path: str | Path, *, layers: int = 2, q_lora: bool = False, experts: bool = False, yarn: bool = False
 ) -> Path:
     """A random DeepSeek-V2 in float32, whose layers but the first have experts where asked for.
 
@@ -121,9 +86,7 @@ def save_mla_model(
         "tie_word_embeddings": False,
     }
     limit = 163840 if yarn else 131072
-    return save_text_model(
-        path, name="DeepseekV2", fields=fields, max_positions=limit, dtype=torch.float32, seed=seed
-    )
+    return save_text_model(path, name="DeepseekV2", fields=fields, max_positions=limit, dtype=torch.float32)
 
 
 def save_short_conv_model(path: str | Path, *, layer_types: list[str], seed: int = 0) -> Path:

@@ -4,8 +4,6 @@ Linear layers are normalised before each branch, attention layers behind it; q a
 heads together.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,31 @@ from torch import Tensor
 
 from benchmarks.lib.random_models import SPECIAL_IDS, save_model
 
-from .delta import DeltaInputs
 from .faults import ROTATION_FAULTS
+from .models import SIZES
 from .oracle import FULL, LINEAR, LinearState, Oracle, rms_norm
 
 FUSED = {"in_proj_qkv": ("q_proj", "k_proj", "v_proj"), "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d")}
 NAMES = {
-    "g_proj": "in_proj_z",
-    "b_proj": "in_proj_b",
-    "a_proj": "in_proj_a",
-    "o_norm": "norm",
-    "o_proj": "out_proj",
+    **{"a_proj": "in_proj_a", "f_proj": "in_proj_a", "b_proj": "in_proj_b", "g_proj": "in_proj_z"},
+    **{"o_norm": "norm", "o_proj": "out_proj"},
 }
 """Of a linear layer's weights, as Qwen3.5 calls them."""
 
 
-class OlmoOracle(Oracle):
-    """Position-independent caching of an OLMo-Hybrid checkpoint, by definition.
+def name_as_qwen(weights: dict[str, Tensor], ours: str, theirs: str) -> None:
+    """Rename a linear layer's weights, and join those of q, k and v; no model has all of them."""
+    for fused, parts in FUSED.items():
+        found = [weights.pop(key) for part in parts if (key := f"{theirs}.{part}.weight") in weights]
+        if found:
+            weights[f"{ours}.{fused}.weight"] = torch.cat(found)
+    for part, name in NAMES.items():
+        if (key := f"{theirs}.{part}.weight") in weights:
+            weights[f"{ours}.{name}.weight"] = weights.pop(key)
 
-    `largest_beta`: 2 where the configuration allows negative eigenvalues.
-    """
+
+class OlmoOracle(Oracle):
+    """Position-independent caching of an OLMo-Hybrid checkpoint, by definition."""
 
     model_types = ("olmo_hybrid",)
 
@@ -43,14 +46,9 @@ class OlmoOracle(Oracle):
         self.largest_beta = 2.0 if self.config["linear_allow_neg_eigval"] else 1.0
         self.eps = 1e-5  # of the linear layers' gated norm
         for index, kind in enumerate(self.layer_types):
-            name = f"layers.{index}.linear_attn"
-            if kind != LINEAR:
-                continue
-            for fused, parts in FUSED.items():
-                weights = [self._weights.pop(f"{name}.{part}.weight") for part in parts]
-                self._weights[f"{name}.{fused}.weight"] = torch.cat(weights)
-            for theirs, ours in NAMES.items():
-                self._weights[f"{name}.{ours}.weight"] = self._weights.pop(f"{name}.{theirs}.weight")
+            if kind == LINEAR:
+                name = f"layers.{index}.linear_attn"
+                name_as_qwen(self._weights, name, name)
 
     def faults(self) -> list[str]:
         """Without rotation, those of rotation do not show."""
@@ -59,12 +57,8 @@ class OlmoOracle(Oracle):
 
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
-        return config | {"head_dim": config["hidden_size"] // config["num_attention_heads"]}
-
-    def _inverse_frequencies(self) -> Tensor:
-        if self.config["rope_parameters"]["rope_theta"] is None:
-            return torch.zeros(0, dtype=torch.float64)
-        return super()._inverse_frequencies()
+        size = config["hidden_size"] // config["num_attention_heads"]
+        return config | {"head_dim": size, "rotates": config["rope_parameters"]["rope_theta"] is not None}
 
     def _layer(self, index: int, x: Tensor, *given: Any) -> tuple[Tensor, tuple, LinearState | None]:
         if self.layer_types[index] == LINEAR:
@@ -73,9 +67,6 @@ class OlmoOracle(Oracle):
         x = x + self._norm(y, f"layers.{index}.post_attention_layernorm")
         return x + self._norm(self._mlp(index, x), f"layers.{index}.post_feedforward_layernorm"), *kept
 
-    def _delta_inputs(self, qkv: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
-        return super()._delta_inputs(qkv, g, self.largest_beta * beta)
-
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """Of q and k `[n, H, D]` over all heads."""
         weight, eps = self._weights[f"{name}.weight"], self.config["rms_norm_eps"]
@@ -83,12 +74,7 @@ class OlmoOracle(Oracle):
 
 
 def save_olmo_model(
-    path: str | Path,
-    *,
-    layer_types: list[str],
-    rope_theta: float | None = 10000.0,
-    silent: bool = False,
-    seed: int = 0,
+    path: str | Path, *, layer_types: list[str], rope_theta: float | None = 10000.0, silent: bool = False
 ) -> Path:
     """A random OLMo-Hybrid in float32: in linear layers two key heads and four value heads of 48 x 96.
 
@@ -101,21 +87,18 @@ def save_olmo_model(
         num_hidden_layers=len(layer_types),
         layer_types=layer_types,
         hidden_size=256,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         linear_num_key_heads=key_heads,
         linear_num_value_heads=heads,
         linear_key_head_dim=K,
         linear_value_head_dim=V,
         rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        vocab_size=512,
         max_position_embeddings=32768,
         tie_word_embeddings=False,
+        **SIZES,
         **SPECIAL_IDS,
     )
     model = OlmoHybridForCausalLM(config)
-    folder = save_model(model, Path(path), torch.float32, seed, norm_center=1.0)
+    folder = save_model(model, Path(path), torch.float32, seed=0, norm_center=1.0)
     # Under the names that vLLM's loader knows; transformers would cut a convolution into three equal parts.
     weights = model.state_dict()
     for index in [i for i, kind in enumerate(layer_types) if silent and kind == FULL]:

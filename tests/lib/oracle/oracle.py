@@ -142,6 +142,8 @@ class Oracle:
     names: ClassVar[dict[str, str]] = {}
     """What parts of weights' names are called here."""
     last_norm = "norm"
+    largest_beta = 1.0
+    """Factor of the delta rule's `beta`: 2 where the configuration allows negative eigenvalues."""
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64):
         path = Path(model_dir)
@@ -164,23 +166,13 @@ class Oracle:
 
     # ---- what callers ask ----------------------------------------------------------------------------------
 
-    def next_token_logprobs(
-        self,
-        leading: Sequence[int],
-        segments: Sequence[Sequence[int]],
-        query: Sequence[int],
-        *,
-        fault: str | None = None,
-        compose_T: bool = True,
-        **layout: Any,
-    ) -> Tensor:
+    def next_token_logprobs(self, leading, segments, query, **options) -> Tensor:
         """Log-probabilities `[vocab]` of the token that follows the query and what has been `generated`.
 
-        `layout`: options of :func:`.stream.build_stream`. `compose_T=False` is the naive method, T is 1;
+        `options`: those of :func:`.stream.build_stream`. `compose_T=False` is the naive method, T is 1;
         `fault` plants one of `FAULTS`, or of those of contexts and islands.
         """
-        options = {"fault": fault, "compose_T": compose_T}
-        return self._logprobs(self._run(leading, segments, query, **options, **layout)[0][-1])
+        return self._logprobs(self._run(leading, segments, query, **options)[0][-1])
 
     def state_after(self, leading, segments, query, **options) -> list[LinearState | None]:
         """Each layer's state after the stream's last token and compose point (None for full attention).
@@ -416,7 +408,7 @@ class Oracle:
         dk, dv = cfg["linear_key_head_dim"], cfg["linear_value_head_dim"]
         q, k, v = qkv.split((hk * dk, hk * dk, hv * dv), dim=-1)
         q, k = (l2_norm(y.view(n, hk, dk)).repeat_interleave(hv // hk, 1) for y in (q, k))
-        return DeltaInputs(q / dk**0.5, k, v.view(n, hv, dv), g, beta)
+        return DeltaInputs(q / dk**0.5, k, v.view(n, hv, dv), g, self.largest_beta * beta)
 
     def _compose(
         self, state: LinearState, index: int, compose: Compose, fault: str | None, compose_T: bool
@@ -438,8 +430,11 @@ class Oracle:
         return T @ S
 
     def _mlp(self, index: int, x: Tensor) -> Tensor:
-        """The gated MLP of a layer."""
-        name = f"layers.{index}.mlp"
+        """The MLP of a layer."""
+        return self._gated(x, f"layers.{index}.mlp")
+
+    def _gated(self, x: Tensor, name: str) -> Tensor:
+        """A gated MLP."""
         inner = F.silu(self._linear(x, f"{name}.gate_proj")) * self._linear(x, f"{name}.up_proj")
         return self._linear(inner, f"{name}.down_proj")
 
@@ -466,7 +461,9 @@ class Oracle:
         return config
 
     def _inverse_frequencies(self) -> Tensor:
-        """`theta^(-2i/d)` over the rotated part of the head (a quarter of it in Qwen3.5)."""
+        """`theta^(-2i/d)` over the rotated part of the head (a quarter of it in Qwen3.5), if there is one."""
+        if not self.config.get("rotates", True):
+            return torch.zeros(0, dtype=torch.float64)
         rope = self.config["rope_parameters"]
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"the oracle knows default RoPE only, not {rope['rope_type']!r}")
@@ -475,11 +472,13 @@ class Oracle:
         return rope["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
     def _load(self, path: Path) -> dict[str, Tensor]:
-        """All weights in `dtype`, under their names without the `model.` prefix."""
+        """All weights in `dtype`, under their names without the prefixes of the whole model."""
         weights: dict[str, Tensor] = {}
         for file in sorted(path.glob("*.safetensors")):
             for name, tensor in load_file(file).items():
-                parts = name.removeprefix("model.").removeprefix("language_model.").split(".")
+                for prefix in ("model.", "language_model.", "backbone."):
+                    name = name.removeprefix(prefix)
+                parts = name.split(".")
                 weights[".".join(self.names.get(part, part) for part in parts)] = tensor.to(self.dtype)
         if not weights:
             raise FileNotFoundError(f"no safetensors file in {path}")

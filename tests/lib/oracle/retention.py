@@ -7,8 +7,6 @@ A segment leaves in such a layer its keys, not rotated, its values and its decay
 rotated at its position in the prompt and written with the decays of the tokens behind it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +31,9 @@ class Written(Rows):
 
 class Retention(Oracle):
     """What oracles with such layers have in common."""
+
+    def faults(self) -> list[str]:
+        return [fault for fault in super().faults() if fault not in UNSEEN]
 
     def _projected(self, index: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v by heads, and `g [n, H, K]`, of some axes perhaps 1."""

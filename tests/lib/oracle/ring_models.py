@@ -1,7 +1,5 @@
 """Random checkpoints of Ring and Ling 2.5 and of Ring-linear 2.0, and their oracles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -19,7 +19,6 @@ class ShortConvOracle(Oracle):
     """Position-independent caching of an LFM2 checkpoint, by definition."""
 
     model_types = ("lfm2",)
-
     names: ClassVar[dict[str, str]] = {
         "embedding_norm": "norm",
         "operator_norm": "input_layernorm",
@@ -39,14 +38,12 @@ class ShortConvOracle(Oracle):
     @staticmethod
     def _understood(config: dict[str, Any]) -> dict[str, Any]:
         types = ["linear_attention" if kind == "conv" else kind for kind in config["layer_types"]]
-        size = config["hidden_size"] // config["num_attention_heads"]
-        known = {
+        return config | {
             "layer_types": types,
-            "head_dim": size,
+            "head_dim": config["hidden_size"] // config["num_attention_heads"],
             "hidden_act": "silu",
             "rms_norm_eps": config["norm_eps"],
         }
-        return config | known
 
     def _summary(self, rows: Tensor, reach: int, lo: int, hi: int) -> LinearRecord:
         nothing = rows.new_zeros(0)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .masked import additive
 from .stream import build_stream
 
 
@@ -35,15 +36,14 @@ class VisionOracle:
         query: Sequence[int],
         images: Sequence[Any],
         *,
-        head: int = 8,
-        tail: int = 8,
         whole: bool = False,
     ) -> Tensor:
         """Of the token behind a composed prompt `[vocabulary]`, with one token in it for each of `images`;
         `whole`: of full recompute."""
         model, image_id = self.model.model, self.model.config.image_token_id
         seen = self.processor(images=list(images), return_tensors="pt")
-        features = model.get_image_features(seen["pixel_values"].double(), seen["image_grid_thw"])
+        grid = seen["image_grid_thw"]
+        features = model.get_image_features(seen["pixel_values"].double(), grid)
         sizes = iter([len(one) for one in features.pooler_output])
         pieces = [
             [t for token in piece for t in [token] * (next(sizes) if token == image_id else 1)]
@@ -53,17 +53,11 @@ class VisionOracle:
         is_image = tokens == image_id
         embeddings = self.model.get_input_embeddings()(tokens)
         embeddings[is_image] = torch.cat(list(features.pooler_output)).to(embeddings.dtype)
-        at, _ = model.get_rope_index(
-            tokens[None], is_image[None].int(), image_grid_thw=seen["image_grid_thw"]
-        )
+        at, _ = model.get_rope_index(tokens[None], is_image[None].int(), image_grid_thw=grid)
 
         ends = torch.tensor([0, *map(len, pieces)]).cumsum(0).tolist()
         first, *inner, last = (range(a, b) for a, b in pairwise(ends))
-        stream = (
-            build_stream([], [], range(len(tokens)))
-            if whole
-            else build_stream(first, inner, last, head=head, tail=tail)
-        )
+        stream = build_stream(*(([], [], range(len(tokens))) if whole else (first, inner, last)))
         texts = [compose.tokens for compose in stream.composes] + [stream.tokens]
         rows = torch.tensor([row for part in texts for row in part])
         text = torch.cat([torch.full((len(part),), i) for i, part in enumerate(texts)])
@@ -74,11 +68,10 @@ class VisionOracle:
             for part in compose.shown:
                 visible[own + part.at :, begin + part.lo : begin + part.hi] = True
             begin += len(compose.tokens)
-        mask = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, float("-inf"))
         found = model.language_model(
             inputs_embeds=embeddings[rows][None],
             position_ids=at[:, :, rows],
-            attention_mask={"full_attention": mask[None, None]},
+            attention_mask={"full_attention": additive(visible)},
             use_cache=False,
         )
         return self.model.lm_head(found.last_hidden_state[0, -1]).log_softmax(-1)

@@ -123,7 +123,6 @@ def test_a_killed_owner_takes_its_server_along(tmp_path):
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     owner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **ENV}, **pipes)
-    assert owner.stdout is not None
     processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     assert len(processes) >= 3  # API server, engine core, worker
     owner.send_signal(signal.SIGKILL)

@@ -14,10 +14,9 @@ from benchmarks.lib.serving import Server
 from vllm_hypic.cli import main
 
 from .conftest import DOCUMENT_TOKENS, DOCUMENTS, REUSED, SEAM, Client, answered, post
-from .test_segments import ask, cached, document, ids
+from .test_segments import SEP, ask, cached, document, ids
 from .test_structure import CUT, chat, counts, part, tool
 
-SEP = "<|hypic_sep|>"
 STORED = {"resident", "pending", "stored"}
 
 

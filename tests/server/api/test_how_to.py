@@ -29,12 +29,11 @@ from benchmarks.lib.serving import Server
 from benchmarks.services import HOST, LMCacheServer, RedisServer
 from vllm_hypic.harness.generators import EXAMPLE
 
-from .conftest import DOCUMENTS, ENV, REUSED, Client, Question, byte_model, cached, post, run_script, text
+from .conftest import DOCUMENTS, ENV, REUSED, Client, Question, byte_model, cached, outcome, post, run_script
 from .test_pause import wait_for
-from .test_readme import BOUND_S, ROOT, printed, served
 from .test_segments import document
 from .test_structure import part
-from .test_tutorials import blocks
+from .test_tutorials import BOUND_S, ROOT, blocks, printed, served
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(2 * BOUND_S)]
 
@@ -186,8 +185,7 @@ def test_servers_prefill_for_each_other(serve: Serve, question: Ask) -> None:
         assert ways(router, 3, q) == {"direct"}
         for worker in servers.values():
             worker.wait_for_metrics(lambda found: found["vllm:hypic_segments_pushed_total"] > 0)
-        again = Client(router).complete(q.prompt())
-        assert text(again) == q.answer and cached(again) == REUSED
+        assert outcome(Client(router).complete(q.prompt())) == (q.answer, REUSED)
     named = httpx.put(f"{combine.url}/v1/hypic/weights", json={"name": "new"}, timeout=60)
     assert named.status_code == 404, "without VLLM_SERVER_DEV_MODE"
 
@@ -234,8 +232,7 @@ def test_records_outlive_a_server(serve: Serve, question: Ask, tier: str) -> Non
         block = ours(page[tier], site[tier])
         for name, reused in (("stored", 0), ("hits", REUSED)):
             server = serve(block if tier == "disk" else configured(f'"store": {{"tiers": [{block}]}}'))
-            answer = Client(server).complete(q.prompt())
-            assert (text(answer), cached(answer)) == (q.answer, reused)
+            assert outcome(Client(server).complete(q.prompt())) == (q.answer, reused)
 
             def counted(server: Server = server, name: str = f"vllm:hypic_tier_{name}_total") -> bool:
                 Client(server).complete(q.prompt())  # a step tells what was counted

@@ -1,7 +1,5 @@
 """Pause, sleep and reset of a real server while composed requests are being answered, computed, or wait."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -9,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
 
-from .conftest import DOCUMENTS, REUSED, Client, Question, cached, text
+from .conftest import DOCUMENTS, REUSED, Client, Question, cached, outcome, text
 
 BOUND_S = 120.0
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0, "logprobs": 2}
@@ -43,7 +41,7 @@ class Live:
     def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def begun(self) -> Live:
+    def begun(self) -> Self:
         """Once some tokens are here, and more are to come."""
         wait_for(lambda: len(self.events) > 3, "its first tokens")
         assert not self.over
@@ -137,8 +135,7 @@ def test_what_is_kept_goes_on_without_the_caches(client, question, pause):
     client.complete(q.prompt())
     found, logprobs, reason = held(client, q.prompt(), pause).ended()
     assert found.strip().startswith(q.answer) and (len(logprobs), reason) == (LONG["max_tokens"], "length")
-    again = client.complete(q.prompt())
-    assert text(again) == q.answer and cached(again) == 0, "it read a record of before"
+    assert outcome(client.complete(q.prompt())) == (q.answer, 0), "it read a record of before"
 
 
 def held(client: Client, prompt: str, pause: Pause) -> Live:
@@ -182,8 +179,7 @@ def test_wait_lets_live_answers_end_and_empties_the_caches(client, question, ask
         time.sleep(ANSWERS_S)
         assert not queued.done()
     assert text(queued.result(BOUND_S)) == other.answer
-    again = client.complete(q.prompt())
-    assert text(again) == q.answer and cached(again) == 0, "it read a record of before"
+    assert outcome(client.complete(q.prompt())) == (q.answer, 0), "it read a record of before"
     assert cached(client.complete(q.prompt())) == REUSED
 
 
@@ -212,8 +208,7 @@ def test_abort_ends_what_lives(client, question, asking, phase):
             assert live.ended()[2] == "abort"
         else:
             assert waits.result(BOUND_S)["choices"][0]["finish_reason"] == "abort"
-    again = client.complete(q.prompt())
-    assert text(again) == q.answer and cached(again) == 0, "it read a record of before"
+    assert outcome(client.complete(q.prompt())) == (q.answer, 0), "it read a record of before"
 
 
 @pytest.mark.fast("running too")
@@ -230,8 +225,7 @@ def test_reset_while_requests_live(client, question, asking, running):
     assert found.strip().startswith(q.answer) and (len(logprobs), reason) == (LONG["max_tokens"], "length")
     assert text(waits.result(BOUND_S)) == cold.answer
     before = client.counts()
-    again = client.complete(q.prompt())
-    assert text(again) == q.answer and cached(again) == 0, "it read a record of before"
+    assert outcome(client.complete(q.prompt())) == (q.answer, 0), "it read a record of before"
     client.idle()
     assert client.counts()["segments_computed"] - before["segments_computed"] == DOCUMENTS
     assert cached(client.complete(q.prompt())) == REUSED

@@ -1,8 +1,12 @@
-"""The tutorials of docs/start, and the README's part without separators, run as they are written."""
+"""The README and the tutorials of docs/start run as they are written, and the page of structures names every
+folder."""
 
-from __future__ import annotations
-
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -10,16 +14,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from lib import forked
 from lib.one_process import ONE_PROCESS
 
 from benchmarks.lib.serving import Server, fast_dtype
+from vllm_hypic.connector.metrics import COUNTERS, GAUGES
 
 from .conftest import ENV
-from .test_readme import BOUND_S, ROOT, printed, served
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(BOUND_S + 60)]
-
-START = ROOT / "docs" / "start"
+ROOT = Path(__file__).parents[3]
+README, START = ROOT / "README.md", ROOT / "docs" / "start"
+BOUND_S = 900.0
+"""A script that starts an engine takes half a minute; beside twenty busy processes it took more than four."""
 URL = "http://127.0.0.1:8000"
 SMOLLM2 = "~/.cache/vllm-hypic/models/SmolLM2-135M-Instruct"
 PACKAGES = {
@@ -27,6 +33,7 @@ PACKAGES = {
     "llamaindex.md": ("llama_index.core", "llama_index.llms.openai_like"),
 }
 """What pages import that vLLM does not bring."""
+long = pytest.mark.timeout(BOUND_S + 60)
 
 
 def blocks(page: Path, begin: str = "") -> dict[str, str]:
@@ -36,6 +43,58 @@ def blocks(page: Path, begin: str = "") -> dict[str, str]:
     blocks = {name: fenced or textwrap.dedent(indented) for name, fenced, indented in found}
     assert len(blocks) == len(found) > 0, page
     return blocks
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    quiet = {"LANGCHAIN_TRACING_V2": "False", "ANONYMIZED_TELEMETRY": "False"}
+    return {**os.environ, **ENV, **quiet, "PATH": path}
+
+
+def served(command: str) -> tuple[str, list[str]]:
+    """Model and options of a ``vllm serve`` that may go over several lines."""
+    vllm, serve, model, *options = shlex.split(command.replace("\\\n", " "))
+    assert (vllm, serve) == ("vllm", "serve")
+    return model, options
+
+
+def printed(script: str, folder: Path = ROOT) -> str:
+    """What a user's shell prints who runs ``script`` in ``folder``, in this environment."""
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    options = {"env": environment(), "timeout": BOUND_S, "capture_output": True, "text": True}
+    ended = subprocess.run(command, cwd=folder, **options)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_folders_and_files_that_are_named_exist():
+    structures = (ROOT / "docs" / "how-it-works" / "structures.md").read_text()
+    for folder in sorted(p.parent.name for p in (ROOT / "vllm_hypic").glob("*/__init__.py")):
+        assert f"{folder}/" in structures, folder
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", README.read_text()):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.engine
+@long
+def test_usage_prints_what_the_readme_says(tmp_path):
+    script, page = tmp_path / "usage.py", README.read_text()
+    script.write_text(re.search(r"<!-- tested -->\n```\w+\n(.*?)```", page, re.DOTALL)[1])
+    ended = forked.run([sys.executable, script], cwd=ROOT, env=environment(), timeout=BOUND_S)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    printed = [line for line in ended.stdout.splitlines() if re.match(r" val\d+ \d+$", line)]
+    assert printed == re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
+
+
+@pytest.mark.engine
+@long
+def test_server_and_client_commands(tmp_path, as_users_start):
+    page = blocks(README)
+    model, options = served(page["server"])
+    with Server(ROOT / model, *options, env=ENV, log=tmp_path / "server.log") as server:
+        completion, *lines = printed(page["client"].replace(URL, server.url)).splitlines()
+    assert json.loads(completion)["choices"][0]["text"].strip() == "val7"
+    assert sum(line.startswith("vllm:hypic_") for line in lines) >= len(COUNTERS) + len(GAUGES)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +114,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, P
         yield started
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+@long
 def test_a_rag_server_prints_what_the_tutorial_says(
     serve: Callable[[str, Path], Server], tmp_path: Path, as_users_start: None
 ):
@@ -66,10 +128,13 @@ def test_a_rag_server_prints_what_the_tutorial_says(
     assert printed(page["client"], tmp_path) == page["output"]
 
 
+@pytest.mark.slow
+@pytest.mark.engine
+@long
 @pytest.mark.parametrize(
     ("page", "begin", "lines", "least"),
     [
-        pytest.param(ROOT / "README.md", "structure ", 2, 1000, id="readme"),
+        pytest.param(README, "structure ", 2, 1000, id="readme"),
         pytest.param(START / "chat-agent.md", "", 4, 4000, id="chat-agent"),
         pytest.param(START / "langchain.md", "", 2, 1000, id="langchain"),
         pytest.param(START / "llamaindex.md", "", 2, 1000, id="llamaindex"),
@@ -84,8 +149,7 @@ def test_unmodified_clients_reuse_what_the_page_says(
     found = blocks(page, begin)
     model, _ = served(found["server"])
     assert model == SMOLLM2 and URL in found["client"]
-    server = serve(found["server"], smollm2)
-    said = printed(found["client"].replace(URL, server.url))
+    said = printed(found["client"].replace(URL, serve(found["server"], smollm2).url))
     reused = [int(n) for n in re.findall(r"reused tokens: (\d+)$", said, re.MULTILINE)]
     assert len(reused) == lines and min(reused[1:]) > least, said
     if page.parent == START:

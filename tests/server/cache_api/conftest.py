@@ -63,8 +63,13 @@ def part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
+def led(*texts: str) -> list[dict[str, str]]:
+    """Parts: each text behind a separator."""
+    return list(chain.from_iterable((SEP_PART, part(text)) for text in texts))
+
+
 def separated(*texts: str) -> list[dict[str, str]]:
-    return list(chain.from_iterable((SEP_PART, part(text)) for text in texts))[1:]
+    return led(*texts)[1:]
 
 
 @pytest.fixture(scope="package")

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,19 +18,7 @@ from vllm_hypic.cache_api.client import SegmentCache
 from vllm_hypic.cache_api.forms import id_form
 from vllm_hypic.primitives.tokens import PrimitiveTexts
 
-from .conftest import (
-    REUSED,
-    SEP_PART,
-    TOKENS,
-    choices,
-    make_server,
-    part,
-    post,
-    send,
-    separated,
-    usage,
-    words,
-)
+from .conftest import REUSED, TOKENS, choices, led, make_server, part, post, send, separated, usage, words
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TEXTS = PrimitiveTexts()
@@ -44,9 +31,8 @@ WRITTEN = re.compile(r"hypic_tokens:(?!0{32})")
 
 @pytest.fixture(scope="module")
 def literal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("literal")
     options = ("--kv-transfer-config", json.dumps(OPTIONS), "--enable-log-requests", "--log-level", "DEBUG")
-    with make_server(folder, "literal", *options) as running:
+    with make_server(tmp_path_factory.mktemp("literal"), "literal", *options) as running:
         yield running
         assert httpx.get(f"{running.url}/health", timeout=30).status_code == 200
         log = running.log.read_text(errors="replace")
@@ -84,7 +70,7 @@ def test_parts_cut_prompts_and_chats(literal: Server) -> None:
     assert about["literal_text"] is True
     [task] = make_tasks(11, 1, 4, TOKENS)
     prompt = separated(f"<bos> <sys> {task.system}", *task.documents, task.question)
-    content = [SEP_PART, *separated(*task.documents, task.question)]
+    content = led(*task.documents, task.question)
     messages = [{"role": "system", "content": task.system}, {"role": "user", "content": content}]
     for chat, body in ((False, {"prompt": prompt}), (True, {"messages": messages})):
         answer = choices(post(literal, body, chat=chat))
@@ -106,7 +92,7 @@ def test_compiled_segments_are_named_by_parts(literal: Server) -> None:
         assert segment.resident and segment.tokens >= TOKENS
         lead = cache.compile(message={"role": "system", "content": "w1 w2"})
     by_id = ([lead.part], [segment.part, part("w5")])
-    whole = ("w1 w2", [SEP_PART, *separated(document, "w5")])
+    whole = ("w1 w2", led(document, "w5"))
     chats = [
         {"messages": [{"role": "system", "content": first}, {"role": "user", "content": then}]}
         for first, then in (by_id, whole)

@@ -35,6 +35,9 @@ from vllm_hypic.primitives.options import LinkDefaults, link_of_request
 from vllm_hypic.primitives.policies import LinkError
 from vllm_hypic.primitives.tokens import PrimitiveIds, PrimitiveTexts
 
+from .conftest import SEP_PART
+from .conftest import part as text
+
 TEXTS, SEAL = PrimitiveTexts(), own_seal()
 SEP = TEXTS.sep
 A, B, LEAD, CHAT_LEAD, TOKENS = (id_form(name) for name in ("a", "b", "lead", "chat", "tokens"))
@@ -75,8 +78,8 @@ def test_a_seal_counts_while_it_is_open_where_it_is_open():
             assert not Context().run(counts, texts[1]), "another request"
     assert [counts(text) for text in texts] == [False, False]
     written = SEAL.tokens([1, 2, 3])
-    for text in (written[:-2], written[1:], written.upper()):
-        assert split_forms(text) == [text]
+    for damaged in (written[:-2], written[1:], written.upper()):
+        assert split_forms(damaged) == [damaged]
 
 
 def test_tokens_that_a_template_alters_and_unknown_ids_are_refused():
@@ -123,26 +126,18 @@ def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
 def test_ids_in_prompts_messages_and_their_parts():
     body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
     assert ids_in(COMPLETIONS, body) == ["a", "b"]
-    assert expand(COMPLETIONS, body, CONTENTS, TEXTS, SEAL)["prompt"] == [
-        f"x{SEP}text a{SEP}y",
-        f"x{SEP}text b{SEP}text a{SEP}y",
-        [1, 2],
-    ]
-    body = {
-        "messages": [
-            {"role": "system", "content": CHAT_LEAD},
-            {"role": "user", "content": [{"type": "text", "text": f"{A}q"}, {"type": "image_url"}]},
-            {"role": "assistant", "content": None},
-            {"role": "user", "content": f"{B}q"},
-        ]
-    }
+    prompts = [f"x{SEP}text a{SEP}y", f"x{SEP}text b{SEP}text a{SEP}y", [1, 2]]
+    assert expand(COMPLETIONS, body, CONTENTS, TEXTS, SEAL)["prompt"] == prompts
+
+    def chat(lead: str, part: str, content: str) -> dict[str, object]:
+        parts = [text(part), {"type": "image_url"}]
+        said = [("system", lead), ("user", parts), ("assistant", None), ("user", content)]
+        return {"messages": [{"role": role, "content": what} for role, what in said]}
+
+    body = chat(CHAT_LEAD, f"{A}q", f"{B}q")
     assert ids_in(CHAT, body) == ["chat", "a", "b"]
-    assert expand(CHAT, body, CONTENTS, TEXTS, SEAL)["messages"] == [
-        {"role": "system", "content": "system"},
-        {"role": "user", "content": [{"type": "text", "text": f"{SEP}text a{SEP}q"}, {"type": "image_url"}]},
-        {"role": "assistant", "content": None},
-        {"role": "user", "content": f"{SEP}text b{SEP}q"},
-    ]
+    wanted = chat("system", f"{SEP}text a{SEP}q", f"{SEP}text b{SEP}q")
+    assert expand(CHAT, body, CONTENTS, TEXTS, SEAL) == wanted
     prompt = expand(COMPLETIONS, {"prompt": f"x{TOKENS}y"}, CONTENTS, TEXTS, SEAL)["prompt"]
     before, written, after = prompt.split(SEP)
     assert (before, after) == ("x", "y") and split_forms(written) == [WrittenTokens((5, 6), len(written))]
@@ -193,13 +188,9 @@ def test_any_json_object_passes(path, body):
 # -- parts of a prompt or content ---------------------------------------------------------------------
 
 SEALED = SEAL.texts(PrimitiveIds(7, 8, 9))
-SEP_PART, PAD_PART = {"type": "hypic_sep"}, {"type": "hypic_pad"}
+PAD_PART = {"type": "hypic_pad"}
 A_PART, LEAD_PART = ({"type": "hypic_segment", "id": name} for name in ("a", "lead"))
 IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
-
-
-def text(value: str) -> dict[str, str]:
-    return {"type": "text", "text": value}
 
 
 @pytest.fixture(params=[False, True], ids=["marked", "literal"])

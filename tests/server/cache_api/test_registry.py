@@ -131,7 +131,6 @@ def test_a_killed_process_loses_no_answered_change(tmp_path):
     for run in range(4):
         command = [sys.executable, "-c", program, str(tmp_path), str(run), NAMESPACE]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
             told += [process.stdout.readline().strip() for _ in range(20 + run)]
             process.kill()
             told += [line.strip() for line in process.stdout if line.endswith("\n")]
@@ -161,8 +160,6 @@ def test_files_that_are_damaged_newer_or_unwritable(tmp_path):
         SegmentRegistry(tmp_path / "file", NAMESPACE)
 
 
-OTHERS = "cd" * 32
-
 ENGINE = textwrap.dedent("""
     import sys
     from pathlib import Path
@@ -179,21 +176,17 @@ ENGINE = textwrap.dedent("""
                 print("begun", flush=True)
 """)
 
-Ask = Callable[[str], str]
-
 
 @contextmanager
-def engine(folder: Path, namespace: str = NAMESPACE) -> Iterator[Ask]:
+def engine(folder: Path) -> Iterator[Callable[[str], str]]:
     """Another engine's registry, in a process of its own: a line to it, a line back.  Killed at the end."""
-    command = [sys.executable, "-c", ENGINE, str(folder), namespace]
+    command = [sys.executable, "-c", ENGINE, str(folder), NAMESPACE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        stdin, stdout = process.stdin, process.stdout
-        assert stdin is not None and stdout is not None
 
         def ask(line: str) -> str:
-            stdin.write(line + "\n")
-            stdin.flush()
-            return stdout.readline().strip()
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
 
         try:
             yield ask
@@ -203,12 +196,11 @@ def engine(folder: Path, namespace: str = NAMESPACE) -> Iterator[Ask]:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Iterator[SegmentRegistry]:
-    registry = SegmentRegistry(tmp_path, NAMESPACE, lambda: 1000.0)
-    yield registry
-    registry.close()
+    with closing(SegmentRegistry(tmp_path, NAMESPACE, lambda: 1000.0)) as registry:
+        yield registry
 
 
-@pytest.mark.parametrize("namespace", [NAMESPACE, OTHERS], ids=["same model", "another model"])
+@pytest.mark.parametrize("namespace", [NAMESPACE, "cd" * 32], ids=["same model", "another model"])
 def test_pins_and_expiries_are_the_engines_own(mine: SegmentRegistry, tmp_path: Path, namespace: str) -> None:
     """Another engine neither pins what was pinned here, nor takes what has expired here."""
     entry = mine.add("me", Place.INTERIOR, [1], key=KEY)

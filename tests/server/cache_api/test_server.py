@@ -2,8 +2,6 @@
 
 import base64
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 import schemathesis
+from api.conftest import run_script
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
-from lib import forked
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance
 
@@ -310,10 +308,7 @@ class TestServer:
 
     def test_example(self, server):
         example = Path(__file__).parents[3] / "examples" / "cached_documents.py"
-        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        done = forked.run([sys.executable, str(example), server.url], env=env, timeout=120)
-        assert done.returncode == 0, done.stderr[-3000:]
-        first, *lines = done.stdout.splitlines()
+        first, *lines = run_script(example, server.url, bound_s=120)
         assert first.startswith("<|hypic_segment:") and len(lines) == 2
         for line in lines:
             answer, expected = line.split("answer:")[1].split("(expected: ")
@@ -428,8 +423,7 @@ class TestSecondServer:
 
     def test_ids_survive_the_restart(self, locked_server):
         with self.client(locked_server, KEY) as keeper:
-            found = [keeper.get(s.id, content=True) for s in keeper.list()]
-            kept = {s.text: s for s in found}
+            kept = {s.text: s for s in [keeper.get(s.id, content=True) for s in keeper.list()]}
             assert kept.keys() == {words("keep"), words("keep ttl")}
             pinned, mortal = kept[words("keep")], kept[words("keep ttl")]
             assert pinned.pinned and pinned.expires is None

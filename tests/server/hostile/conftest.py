@@ -174,9 +174,6 @@ class Target:
                 raise
             return Outcome(None, "\n".join(text))
 
-    def call_all(self, calls: Sequence[CacheCall]) -> list[Outcome]:
-        return at_once(self.call, calls)
-
     def call(self, call: CacheCall) -> Outcome:
         """Like :meth:`send`; ids of compiled segments are noted for later calls."""
         chosen = self.ids[-min(call.pick, len(self.ids))] if self.ids else "A" * 32
@@ -222,13 +219,11 @@ class Target:
         held: dict[str, Any] = {}
         for instance in self.cluster.instances:
             found = instance.metrics()
-            held |= {f"{instance.name} {name}": found[name] for name in names if found[name]}
+            held |= {f"{instance.name} {name}": found[name] for name in names}
         health = httpx.get(f"{self.cluster.router.url}/healthcheck", timeout=BOUND_S).json()
-        open_requests = sum(i["open_requests"] for i in health["instances"])
-        for name, count in (("transfers", health["in_flight_transfers"]), ("open requests", open_requests)):
-            if count:
-                held[name] = count
-        return held
+        held["transfers"] = health["in_flight_transfers"]
+        held["open requests"] = sum(i["open_requests"] for i in health["instances"])
+        return {name: count for name, count in held.items() if count}
 
 
 @pytest.fixture(scope="package")
@@ -266,9 +261,7 @@ def target_of(cluster: Cluster, url: str) -> Iterator[Target]:
 def attack(good: WellBehaved, examples: int) -> Iterator[Callable[..., None]]:
     """Does something with each thing that a strategy draws, while the well-behaved client asks."""
 
-    def attack(
-        strategy: st.SearchStrategy[Any], does: Callable[[Any], object], times: int = examples
-    ) -> None:
+    def attack(strategy: st.SearchStrategy[Any], does: Callable[[Any], Any], times: int = examples) -> None:
         some = settings(max_examples=times, deadline=None, suppress_health_check=list(HealthCheck))
         some(given(strategy)(lambda drawn: does(drawn)))()
 

@@ -4,13 +4,11 @@ A body that is junk all through is refused by the first check that it meets.  So
 good ones of the demo model in which something is wrong.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 from hypothesis import strategies as st
 
@@ -44,11 +42,11 @@ class Attack:
         # NaN, Infinity and lone surrogates are written as Python's and most other parsers read them.
         return self.raw if self.raw is not None else json.dumps(self.body).encode()
 
-    def under(self, headers: Mapping[str, str]) -> Attack:
+    def under(self, headers: Mapping[str, str]) -> Self:
         """With these headers, too."""
         return replace(self, headers={**self.headers, **headers})
 
-    def plain(self) -> Attack:
+    def plain(self) -> Self:
         """The same request to stock vLLM: without primitives and options of ours."""
         path = self.path
         if path == EXPLAIN:
@@ -376,11 +374,8 @@ BAD_OPTIONS: Mapping[str, st.SearchStrategy[Any]] = {
     | st.sampled_from(["query-0", "query-51", "query-010x", "query-10-9999", "query-10-96-1"]),
     "hypic_push_to": OUR_VALUES["hypic_push_to"] | ODD_TEXTS,
     "hypic_remote": OUR_VALUES["hypic_remote"],
-    "hypic_push_deadline_s": _FAR_OFF,
-    "hypic_remote_deadline_s": _FAR_OFF,
-    "hypic_found": _FAR_OFF,
     "hypic_command": _FAR_OFF | st.just(["delete"]),
-    "hypic_": _FAR_OFF,
+    **dict.fromkeys(["hypic_push_deadline_s", "hypic_remote_deadline_s", "hypic_found", "hypic_"], _FAR_OFF),
 }
 """Options, and values of which none is allowed to a client.  Integers of more than 64 bits are refused by
 vLLM, which does not say where they stand."""

@@ -1,7 +1,5 @@
 """The frameworks' examples as modules, and what their clients talk to: a recorder, or a real server."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the frameworks' clients send by default, and where mode ``text`` cuts it; no server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -76,9 +74,7 @@ def options_of(name: str) -> dict[str, Any]:
         ("llama_index_query", "completion"),  # what it sends by default
     ],
 )
-def test_documents_make_the_same_segments_in_another_order(
-    example, offices, recorder, prompts, name: str, form: str
-) -> None:
+def test_documents_make_the_same_segments_in_another_order(example, offices, recorder, prompts, name, form):
     framework = example(name)
     documents, options = offices.DOCUMENTS, {}
     if form == "paragraphs":

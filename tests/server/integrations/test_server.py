@@ -1,7 +1,5 @@
 """The examples against a real server: unmodified clients, documents and tools in another order."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -23,9 +21,8 @@ class Meter:
         self._before = self._counts()
 
     def _counts(self) -> dict[str, float]:
-        return self.server.wait_for_metrics(
-            lambda m: not (m["vllm:num_requests_running"] or m["vllm:num_requests_waiting"])
-        )
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return self.server.wait_for_metrics(lambda m: not any(m[name] for name in names))
 
     def since(self) -> dict[str, int]:
         """Tokens of prompts since the last look: ``reused``, ``computed``."""

@@ -1,7 +1,5 @@
 """``vllm-hypic suggest`` says what a real server reuses, token for token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
@@ -49,9 +47,7 @@ def requests(documents: list[str], tools: list[dict[str, Any]]) -> Iterator[dict
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", [6, 16], ids=["documents", "all"])
 @pytest.mark.fast("documents")
-def test_a_server_reuses_what_was_suggested(
-    example, offices, smollm2: Path, server: Server, count: int
-) -> None:
+def test_a_server_reuses_what_was_suggested(example, offices, smollm2: Path, server: Server, count: int):
     documents = [f"This is read by suggest, {count}. {d}" for d in offices.DOCUMENTS]
     log = list(requests(documents, example("agent_tools").TOOLS[:8]))
     assert len(log) == 16

@@ -22,6 +22,13 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, [first, *others])
 
 
+def failed(*arguments: object) -> str:
+    """The output of a command that fails."""
+    done = run(*arguments)
+    assert done.exit_code == 1, (done.output, done.exc_info)
+    return done.output
+
+
 def words(done: Result) -> str:
     """The output without its line breaks and frames."""
     return " ".join(done.output.split())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run, words
+from commands import failed, run, words
 
 from benchmarks import lmcache_bench, segment_parallel
 from benchmarks.lib import serving
@@ -90,16 +90,13 @@ FAULTY = [
 
 @pytest.mark.parametrize(("line", "told"), REFUSED + FAULTY, ids=lambda text: text[:60])
 def test_what_is_refused(line: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: object, **__: object) -> None:
-        raise AssertionError("something was started")
-
     for module, name in (
         (segment_parallel, "Cluster"),
         (segment_parallel, "random_model"),
         (lmcache_bench, "run"),
         (serving, "launch"),
     ):
-        monkeypatch.setattr(module, name, start)
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("something was started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
@@ -119,7 +116,6 @@ def test_segment_parallel_serves_what_was_named(monkeypatch: pytest.MonkeyPatch,
         raise segment_parallel.ServerError("no servers today")
 
     monkeypatch.setattr(segment_parallel, "Cluster", no_cluster)
-    done = run("segment-parallel", "--model", tmp_path, "--threads", 2)
-    assert done.exit_code == 1 and "no servers today" in done.output
+    assert "no servers today" in failed("segment-parallel", "--model", tmp_path, "--threads", 2)
     [setup] = asked
     assert (setup.model, setup.threads, setup.eager, setup.workers) == (tmp_path, 2, True, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import measured, run
+from commands import failed, measured, run
 
 from benchmarks.gpu import checks as checks_module
 from benchmarks.gpu import gate
@@ -55,8 +55,7 @@ def test_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert "short_conv: segments" in done.output and "errors are within their tolerances" in done.output
     monkeypatch.setattr(checks_module, "run_checks", lambda *_, **__: WRONG)
-    done = run("gpu", "checks", "--device", "cpu")
-    assert done.exit_code == 1 and "Error: merge, case: 0.5\n" in done.output
+    assert "Error: merge, case: 0.5\n" in failed("gpu", "checks", "--device", "cpu")
 
 
 def test_copies(tmp_path: Path) -> None:
@@ -69,18 +68,15 @@ def test_copies(tmp_path: Path) -> None:
 def test_what_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     # A record that comes as another is no result.
     monkeypatch.setattr(MovingRecord, "arrive", lambda record: record.mover.discard(record.there))
-    done = run("gpu", "copies", "--device", "cpu")
-    assert done.exit_code == 1
-    assert "correctness gate: the arrived record differs from the sent record" in done.output
+    output = failed("gpu", "copies", "--device", "cpu")
+    assert "correctness gate: the arrived record differs from the sent record" in output
     monkeypatch.setattr(kernels_module, "run_checks", lambda *_: WRONG)
-    done = run("gpu", "kernels", "--device", "cpu")
-    assert done.exit_code == 1
-    assert "correctness gate: merge, case: 0.5" in done.output and "other" not in done.output
-    assert "TFLOP" not in done.output
+    output = failed("gpu", "kernels", "--device", "cpu")
+    assert "correctness gate: merge, case: 0.5" in output and "other" not in output
+    assert "TFLOP" not in output
     monkeypatch.setitem(gate.TOLERANCE, torch.bfloat16, 1e-6)
-    done = run("gpu", "model", "--device", "cpu")
-    assert done.exit_code == 1
-    assert "correctness gate: full recompute" in done.output and "first token" not in done.output
+    output = failed("gpu", "model", "--device", "cpu")
+    assert "correctness gate: full recompute" in output and "first token" not in output
 
 
 def test_model(tmp_path: Path) -> None:
@@ -105,12 +101,10 @@ def test_answers_that_cannot_be_right_are_not_timed(monkeypatch: pytest.MonkeyPa
     right = Composition.operations
     with monkeypatch.context() as patch:
         patch.setattr(Composition, "operations", lambda self, mode=None: right(self, Mode.ADD))
-        done = run("gpu", "model", *small)
-    assert done.exit_code == 1 and "2 x 40, state of layer 0 from full recompute's" in done.output
+        assert "2 x 40, state of layer 0 from full recompute's" in failed("gpu", "model", *small)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "equal", lambda a, b: False)
-        done = run("gpu", "model", *small)
-    assert done.exit_code == 1 and "2 x 40: the warm answer differs from the cold answer" in done.output
+        assert "2 x 40: the warm answer differs from the cold answer" in failed("gpu", "model", *small)
 
 
 def test_one_more_segment_and_aims() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import measured, run
+from commands import failed, measured, run
 from fake_server import SEPARATOR, Fake
 from lib.one_process import ONE_PROCESS
 
@@ -217,16 +217,14 @@ def test_finish_measures_them_to_the_end(in_thread: None, tmp_path: Path):
 def test_failures_are_told_and_have_no_figures(in_thread: None, tmp_path: Path):
     path = tmp_path / "load.json"
     with Fake(fails_from=GATE + 5) as server:
-        done = run("load", "--url", f"x={server.url}", *FEW, "--rates", "50", "--json", path)
-    assert done.exit_code == 1
-    assert "2 requests failed (x: Internal Server Error" in done.output
+        output = failed("load", "--url", f"x={server.url}", *FEW, "--rates", "50", "--json", path)
+    assert "2 requests failed (x: Internal Server Error" in output
     [point] = json.loads(path.read_text())["results"]["points"]
     assert point["ends"] == {"done": 2, "failed": 2}
     assert point["ttft_s"] is None and not point["within"] and point["errors"] == ["Internal Server Error"]
     with Fake(fails_from=GATE) as server:
-        done = run("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
-    says = "correctness gate: x: 3 of 3 requests failed: Internal Server Error"
-    assert done.exit_code == 1 and says in done.output
+        output = failed("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
+    assert "correctness gate: x: 3 of 3 requests failed: Internal Server Error" in output
 
 
 def test_answers_that_end_early_or_never_have_failed(in_thread: None, monkeypatch: pytest.MonkeyPatch):
@@ -278,22 +276,19 @@ def test_a_server_without_counts_is_never_overdue():
 
 def test_servers_that_fail_the_gate_stop_the_run():
     with Fake(steady=False) as server:
-        done = run("load", "--url", f"hypic={server.url}", *FEW, "--rates", "50")
+        output = failed("load", "--url", f"hypic={server.url}", *FEW, "--rates", "50")
         assert not server.streamed  # nothing was measured
-    assert done.exit_code == 1
-    assert "correctness gate: hypic: cold and warm" in done.output and "different logprobs" in done.output
+    assert "correctness gate: hypic: cold and warm" in output and "different logprobs" in output
     with Fake(fails_from=0) as server:
-        done = run("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
-    assert done.exit_code == 1 and "/v1/completions: HTTP 500: " in done.output
-    done = run("load", "--url", "x=http://127.0.0.1:9", *FEW)
-    assert done.exit_code == 1 and "http://127.0.0.1:9/v1/models" in done.output
+        output = failed("load", "--url", f"x={server.url}", *FEW, "--rates", "50")
+    assert "/v1/completions: HTTP 500: " in output
+    assert "http://127.0.0.1:9/v1/models" in failed("load", "--url", "x=http://127.0.0.1:9", *FEW)
 
 
 def test_a_separator_that_is_no_single_token_is_refused(two: tuple[Fake, Fake]):
     stock, hypic = two
     separators = ("--separator", "stock=<|hypic_sep|>", "--separator", "hypic=# #")
-    done = run("load", *urls(stock, hypic), *separators, *FEW)
-    assert done.exit_code == 1 and "separator '# #' gives" in done.output
+    assert "separator '# #' gives" in failed("load", *urls(stock, hypic), *separators, *FEW)
 
 
 def test_write_trace_and_send_it(two: tuple[Fake, Fake], tmp_path: Path):

@@ -27,15 +27,13 @@ def test_a_file_is_dropped_from_the_page_cache_and_read_again(tmp_path: Path) ->
     assert page_cache.resident([empty]) == page_cache.resident([]) == 0
 
 
-@pytest.fixture
-def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_missing_is_left_out_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is installed.
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr("vllm_hypic.store.tiers.lmcache.RELEASE", "99.0")
-
-
-@pytest.mark.usefixtures("nothing_installed")
-def test_what_is_missing_is_left_out_with_the_way_to_get_it(tmp_path: Path) -> None:
     with tiers._setup(0.01, tmp_path) as setup:
         kinds = [row.kind for row in setup.rows]
         assert kinds[:4] == ["stock", "pool", "memory", "disk-warm"]

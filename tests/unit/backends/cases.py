@@ -3,8 +3,6 @@
 ``tests/cuda/triton`` has the same on a device.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest
@@ -19,6 +17,8 @@ LSE_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """Absolute: scores have a standard deviation of one and an error of the rounding of K."""
 DTYPES = list(TOLERANCE)
 POSITIONS = 5000
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""What rows see, weighted, and its log-sum-exp."""
 
 
 def cos_sin_table(rotary: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,7 +81,7 @@ class Case:
 
     def run(
         self, kernels: ModuleType, hidden: torch.Tensor | None = None, cap: float = 0.0, *scales: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Attended:
         return kernels.span_attention(
             *(self.query, self.key, self.value, self.slots, self.positions, self.table, self.neox),
             *(self.visible_kv_lens, self.query_ranges, self.scale, hidden, cap, *scales),
@@ -91,13 +91,7 @@ class Case:
         """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
         self.compare(*self.run(kernels), self.run(reference), larger)
 
-    def compare(
-        self,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        wanted: tuple[torch.Tensor, torch.Tensor],
-        larger: float = 1.0,
-    ) -> None:
+    def compare(self, out: torch.Tensor, lse: torch.Tensor, wanted: Attended, larger: float = 1.0) -> None:
         larger *= self.more_rounding
         wanted_out, wanted_lse = wanted
         assert out.dtype == lse.dtype == torch.float32

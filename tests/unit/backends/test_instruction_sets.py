@@ -1,7 +1,5 @@
 """``HYPIC_ISA``: the kernels of other instruction sets agree too, and what cannot be had is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

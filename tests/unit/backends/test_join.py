@@ -1,8 +1,7 @@
 """Rows that see public columns and tokens of vLLM's cache, at once, against float64."""
 
-from __future__ import annotations
-
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,22 +23,16 @@ class Joined:
         self,
         *requests: tuple[int, int, int],
         window: int | None = None,
-        layout: Layout = Layout.ANYWHERE,
-        block: int = 16,
         size: int = 32,
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
         cap: float = 0.0,
+        **paged: Any,
     ) -> None:
-        case = Case(*((rows, columns) for rows, columns, _ in requests), size=size, dtype=dtype)
-        cached = Cached(
-            *((rows, tokens) for rows, _, tokens in requests),
-            dtype=dtype,
-            block=block,
-            size=size,
-            layout=layout,
-            window=window,
-        )
+        """``paged``: options of :class:`Cached` alone."""
+        shape: dict[str, Any] = {"size": size, "dtype": dtype}
+        case = Case(*((rows, columns) for rows, columns, _ in requests), **shape)
+        cached = Cached(*((rows, tokens) for rows, _, tokens in requests), **shape, window=window, **paged)
         self.query, self.scale, self.cap = case.query, case.scale, cap
         self.ranges = torch.cat([case.query_ranges, cached.query_ranges[:, 2:]], 1)
         hidden = None if window is None else (case.visible_kv_lens - window).clamp(min=0)
@@ -120,12 +113,9 @@ def test_a_request_feels_neither_neighbours_nor_threads(window: int | None, dtyp
         torch.set_num_threads(threads)
     joined.ranges, joined.rows, joined.output[3 + 2 :] = joined.ranges[:1], joined.rows[:2], float("nan")
     hidden = [part if part is None else part[:2] for part in (joined.pool.hidden, joined.cache.hidden)]
-    joined.pool = joined.pool._replace(
-        slot_mapping=joined.pool.slot_mapping[:1],
-        kv_positions=joined.pool.kv_positions[:1],
-        visible_kv_lens=joined.pool.visible_kv_lens[:2],
-        hidden=hidden[0],
-    )
+    first = {name: getattr(joined.pool, name)[:1] for name in ("slot_mapping", "kv_positions")}
+    seen = joined.pool.visible_kv_lens[:2]
+    joined.pool = joined.pool._replace(**first, visible_kv_lens=seen, hidden=hidden[0])
     joined.cache = joined.cache._replace(hidden=hidden[1])
     assert torch.equal(joined.run(native), both[:2])
 

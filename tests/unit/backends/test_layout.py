@@ -4,8 +4,6 @@ A request's tokens and records stand in one logical order. Whatever the passes, 
 must give that order, each token once, and stock code must get just the rest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
@@ -31,6 +29,7 @@ from vllm_hypic.pool.step import (
 
 CPU = torch.device("cpu")
 TOKENS = 24
+NO_COLUMNS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,6 @@ class Request:
     name: str
     plan: StreamPlan | tuple[CapturePlan, ...] | None
     cuts: tuple[int, ...]
-
-
-def _gaps(places: list[int]) -> list[tuple[int, int]]:
-    """Ranges between neighbouring places: no compose point and no end of a pass is inside one."""
-    return list(pairwise(sorted({0, *places, TOKENS})))
 
 
 @st.composite
@@ -61,10 +55,10 @@ def requests(draw: st.DrawFn, name: str) -> Request:
             for n, at in enumerate(ats)
         )
         columns = np.arange(len(points))
-        islands = tuple(draw(st.lists(st.sampled_from(_gaps([*ats, *cuts])), unique=True, max_size=3)))
-        plan = StreamPlan(
-            np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()), tuple(sorted(islands))
-        )
+        # Neither a compose point nor the end of a pass is inside a gap.
+        gaps = list(pairwise(sorted({0, *ats, *cuts, TOKENS})))
+        islands = tuple(sorted(draw(st.lists(st.sampled_from(gaps), unique=True, max_size=3))))
+        plan = StreamPlan(np.arange(TOKENS), TOKENS, points, columns, columns, draw(st.booleans()), islands)
         return Request(name, plan, cuts)
     if kind == "prefix":
         stretches = pairwise([0, *sorted(draw(st.sets(st.integers(1, TOKENS), min_size=1, max_size=4)))])
@@ -74,12 +68,11 @@ def requests(draw: st.DrawFn, name: str) -> Request:
         return Request(name, tuple(plans), cuts)
     lo = 0 if kind == "leading" else draw(st.integers(0, TOKENS - 1))
     hi = draw(st.integers(lo + 1, TOKENS))
-    slots = np.arange(hi - lo)
-    plan = CapturePlan(lo, hi, draw(st.integers(0, 5)), slots, None, kind == "leading")
+    plan = CapturePlan(lo, hi, draw(st.integers(0, 5)), np.arange(hi - lo), None, kind == "leading")
     return Request(name, (plan,), cuts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([4, 16, 1 << 30]), st.tuples(*(requests(n) for n in "abcd")))
 def test_every_pass_runs_every_token_once_and_in_order(block: int, batch: tuple[Request, ...]) -> None:
     for step_number in range(max(len(r.cuts) for r in batch)):
@@ -106,8 +99,7 @@ def check_pass(batch: list[Request], step_number: int, block: int) -> None:
     work = linear_step(StepContext(composed, captures, CPU), block)
     special = [c for c in composed if c.points or c.islands]
     ran = check_composed(work, special, block) + check_captures(work, captures)
-    decodes = sum(c == 1 for c in counts)
-    ran += check_stock(work, batch, rows, bounds, decodes)
+    ran += check_stock(work, batch, rows, bounds, sum(c == 1 for c in counts))
     assert sorted(ran) == list(range(bounds[-1])), "a token that runs twice or never"
 
 
@@ -186,9 +178,7 @@ def check_stock(
     if stock is None:
         assert not work.rest and work.special == set(range(len(batch)))
         return []
-    tokens = (
-        list(range(bounds[-1]))[stock.tokens] if isinstance(stock.tokens, slice) else stock.tokens.tolist()
-    )
+    tokens = torch.arange(bounds[-1])[stock.tokens].tolist()
     assert stock.starts[0] == 0 and stock.starts[-1] == len(tokens)
     rests = {r.batch_row for r in work.rest}
     for number, (first, stop) in enumerate(pairwise(stock.starts)):
@@ -205,12 +195,10 @@ def check_stock(
 
 
 def test_shifts_stand_beside_the_operations_of_their_records() -> None:
-    columns = np.zeros(0, dtype=np.int64)
     shifts = {0: 0, 1: 40, 2: -3, -1: 0}
     points = tuple(ComposePoint(6, slot, 0, slot == 0, shift=shifts[slot]) for slot in range(3))
-    plan = StreamPlan(np.arange(TOKENS), TOKENS, points, columns, columns, True, ((2, 4),))
-    row = BatchRow(0, 0, 9, 0, 9)
-    composed = composed_row(row, StreamTensors.of(plan, CPU))
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, points, NO_COLUMNS, NO_COLUMNS, True, ((2, 4),))
+    composed = composed_row(BatchRow(0, 0, 9, 0, 9), StreamTensors.of(plan, CPU))
     work = linear_step(StepContext([composed], [], CPU, contexts=[composed]), 64)
     for part in (work.composed, work.contexts):
         assert part is not None and part.shifts.dtype == torch.int64
@@ -219,9 +207,9 @@ def test_shifts_stand_beside_the_operations_of_their_records() -> None:
 
 def test_a_page_that_grows_leaves_states_at_its_end() -> None:
     """Until then its rows are stock code's; also where it begins with a record that is read."""
-    columns = np.zeros(0, dtype=np.int64)
-    plan = CapturePlan(0, 4, 7, columns, None, True, has_context=True, grows=True)
-    reading = StreamPlan(np.arange(8, 12), 12, (ComposePoint(0, 3, 8, True),), columns, columns, True)
+    plan = CapturePlan(0, 4, 7, NO_COLUMNS, None, True, has_context=True, grows=True)
+    points = (ComposePoint(0, 3, 8, replace_state=True),)
+    reading = StreamPlan(np.arange(8, 12), 12, points, NO_COLUMNS, NO_COLUMNS, use_transition=True)
     for s0, s1 in ((0, 2), (2, 3), (3, 4), (0, 4)):
         row = BatchRow(0, 0, s1 - s0, s0, s1)
         composed = composed_row(row, StreamTensors.of(reading, CPU))
@@ -234,16 +222,20 @@ def test_a_page_that_grows_leaves_states_at_its_end() -> None:
         )
 
 
+def step_of(plan: StreamPlan, s0: int, s1: int, q0: int = 0) -> LinearStep:
+    """A pass over a chunk of one request."""
+    composed = composed_row(BatchRow(0, q0, q0 + s1 - s0, s0, s1), StreamTensors.of(plan, CPU))
+    return linear_step(StepContext([composed], [], CPU), 64)
+
+
 def test_a_pass_that_cuts_an_island_is_an_error() -> None:
     """Its state would be taken for the request's."""
-    columns = np.zeros(0, dtype=np.int64)
-    plan = StreamPlan(np.arange(TOKENS), TOKENS, (), columns, columns, True, ((4, 8), (8, 12)))
-    stream = StreamTensors.of(plan, CPU)
+    plan = StreamPlan(np.arange(TOKENS), TOKENS, (), NO_COLUMNS, NO_COLUMNS, True, ((4, 8), (8, 12)))
     for s0, s1 in ((0, 6), (5, 8), (6, 20), (8, 11)):
         with pytest.raises(RuntimeError, match="cuts an island"):
-            linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
+            step_of(plan, s0, s1)
     for s0, s1 in ((0, 4), (0, 8), (4, 8), (8, 12), (12, 20)):
-        linear_step(StepContext([composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)], [], CPU), 64)
+        step_of(plan, s0, s1)
 
 
 def test_layers_share_one_layout() -> None:
@@ -267,25 +259,11 @@ def test_neighbours_are_taken_as_a_slice() -> None:
 
 def test_rows_after_the_next_block_boundary_are_left_to_stock_code() -> None:
     """The composed chunks end at the first block boundary after the last compose point."""
-    plan = StreamPlan(
-        positions=np.arange(200, dtype=np.int64),
-        n_logical=200,
-        points=(ComposePoint(10, 0, 0, True), ComposePoint(70, 1, 0, False)),
-        slot_mapping=np.zeros(0, dtype=np.int64),
-        kv_positions=np.zeros(0, dtype=np.int64),
-        use_transition=True,
-    )
-    stream = StreamTensors.of(plan, CPU)
-    cases = {  # stream indices of the pass -> those of the rest
-        (0, 200): (128, 200),
-        (0, 128): None,
-        (0, 60): None,
-        (64, 130): (128, 130),
-        (60, 75): None,
-    }
+    points = (ComposePoint(10, 0, 0, replace_state=True), ComposePoint(70, 1, 0, replace_state=False))
+    plan = StreamPlan(np.arange(200), 200, points, NO_COLUMNS, NO_COLUMNS, use_transition=True)
+    # Stream indices of the pass, and those of the rest.
+    cases = {(0, 200): [(128, 200)], (0, 128): [], (0, 60): [], (64, 130): [(128, 130)], (60, 75): []}
     for (s0, s1), expected in cases.items():
-        row = BatchRow(0, 5, 5 + s1 - s0, s0, s1)
-        work = linear_step(StepContext([composed_row(row, stream)], [], CPU), 64)
-        rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in work.rest]
-        assert rest == ([] if expected is None else [expected]), (s0, s1)
-    assert linear_step(StepContext([composed_row(BatchRow(0, 0, 10, 100, 110), stream)], [], CPU), 64).empty
+        rest = [(r.first - 5 + s0, r.stop - 5 + s0) for r in step_of(plan, s0, s1, q0=5).rest]
+        assert rest == expected, (s0, s1)
+    assert step_of(plan, 100, 110).empty

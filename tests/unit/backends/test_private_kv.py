@@ -1,7 +1,5 @@
 """Reading K and V back from caches that vLLM's own operator filled."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,8 +35,7 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         isa = _get_attn_isa(dtype, block_size, size)
         rng = torch.Generator().manual_seed(block_size + size)
         longest = 2 * block_size + 7
-        key = torch.randn(longest, heads, size, generator=rng).to(dtype)
-        value = torch.randn(longest, heads, size, generator=rng).to(dtype)
+        key, value = (torch.randn(longest, heads, size, generator=rng).to(dtype) for _ in "kv")
         table = torch.randperm(6, generator=rng)[:3].int()
         cache = torch.full((6, heads, block_size, 2 * size), float("nan"), dtype=dtype)
         store(cache, key, value, isa, table)
@@ -46,11 +43,9 @@ def test_round_trip(block_size: int, dtype: torch.dtype) -> None:
         assert layout(index, of_value) is LAYOUTS[isa]
         before = cache.clone()
         for tokens in (1, 31, block_size - 1, block_size, block_size + 1, 2 * block_size, longest):
-            found = gather(cache, index, table, tokens)
-            assert found.shape == (tokens, heads, size) and found.is_contiguous()
-            assert torch.equal(found, key[:tokens]), (heads, size, tokens)
-            found = gather(cache, of_value, table, tokens)
-            assert torch.equal(found, value[:tokens]), (heads, size, tokens)
+            for where, stored in ((index, key), (of_value, value)):
+                found = gather(cache, where, table, tokens)
+                assert found.is_contiguous() and torch.equal(found, stored[:tokens]), (heads, size, tokens)
         assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8)), "learning the layout wrote"
 
 
@@ -73,8 +68,7 @@ def test_a_quantised_cache(kind: str, dtype: torch.dtype) -> None:
     layer = SimpleNamespace(_k_scale_float=scales["k_scale"], _v_scale_float=scales["v_scale"])
     quantised = QuantisedCache.of(layer, kind, dtype)
     assert quantised is not None and QuantisedCache.of(layer, "auto", dtype) is None
-    ranges = torch.tensor([[0, 4, 0, tokens[0]], [4, 9, 2, tokens[1]]])
-    used = UsedBlocks.of(table, ranges, block_size)
+    used = UsedBlocks.of(table, torch.tensor([[0, 4, 0, tokens[0]], [4, 9, 2, tokens[1]]]), block_size)
     found = quantised.read(cache, used.blocks)
     assert len(found) == 3 and found.dtype == dtype
     step = {"fp8": 2**-3, "fp8_e5m2": 2**-2}[kind]  # vLLM's operator cuts off what does not fit

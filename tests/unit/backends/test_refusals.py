@@ -1,7 +1,5 @@
 """What cannot take part is refused at start-up, naming the layer and the reason."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -51,6 +49,8 @@ from vllm_hypic.models import fla
 from vllm_hypic.pool.geometry import LatentGeometry, PoolGeometry, pool_geometry
 from vllm_hypic.pool.states import GatedRetentionGeometry
 from vllm_hypic.pool.tensors import DevicePool
+
+from .cases import cos_sin_table
 
 SHAPE: dict[str, Any] = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SHAPE)
@@ -146,10 +146,9 @@ def test_linear_layers_without_transition_blocks(
 def test_latents_are_one_row_a_token() -> None:
     found = geometry(MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1, "head_size": 576}))
     (latent,) = found.attention
-    pool = DevicePool(found, torch.device("cpu"))
     assert isinstance(latent, LatentGeometry)
     assert latent.token_bytes == 576 * latent.dtype.itemsize
-    public = pool.kv["layers.0"]
+    public = DevicePool(found, torch.device("cpu")).kv["layers.0"]
     assert public.value is public.key and [*public.parts] == [*latent.parts] == ["k"]
 
 
@@ -170,9 +169,7 @@ def test_models_of_ours_are_refused_on_gpus_by_name(
     refusal = f"{name} on this platform (served: CPU)"
     assert attach.layer_refusal(layer, architecture) == refusal
     # A stock engine asks nobody, but loads.
-    model: Any = torch.nn.Module.__new__(getattr(fla, architecture))
-    torch.nn.Module.__init__(model)
-    model._modules["mixer"] = layer
+    model = stock_layer(getattr(fla, architecture), attn=layer)
     with pytest.raises(ValueError, match=re.escape(f"{architecture}: {refusal}")):
         model.load_weights([])
 
@@ -195,8 +192,7 @@ def test_lightning_attention_and_mamba1_are_refused_by_name(monkeypatch: pytest.
         torch.testing.assert_close(cos[90], cos[60] * cos[30] - sin[60] * sin[30], rtol=0, atol=2e-7)
         torch.testing.assert_close(exact.cos_sin_cache, length * table)
         assert float((exact.cos_sin_cache - rope._compute_cos_sin_cache()).abs().max()) < 1e-4
-    fields: dict[str, Any] = {"linear_rope": True, "_table": table, "rotary_emb": exact}
-    layer = stock_layer(HypicLightning, **fields)
+    layer = stock_layer(HypicLightning, linear_rope=True, _table=table, rotary_emb=exact)
     for name in ("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM"):
         assert attach.layer_refusal(layer, name) is None
     assert rotating_exactly(scaled) is None
@@ -306,9 +302,7 @@ def test_a_backend_that_the_model_chooses_is_named() -> None:
 def test_linear_layers_of_models_that_were_never_served(kind: type[Any]) -> None:
     """Qwen4Exp has the very layer that is replaced by ours, and convolutions over n-grams beside it; GLM-5.3
     has Kimi delta attention in a class of its own."""
-    layer = stock_layer(kind)
-    says = attach.layer_refusal(layer, "Qwen4ExpForCausalLM")
-    assert says is not None
+    says = attach.layer_refusal(stock_layer(kind), "Qwen4ExpForCausalLM")
     if kind is not HypicCPUGatedDeltaNet:
         supported = (
             "QwenGatedDeltaNetAttention, OlmoHybridGatedDeltaNetAttention, KimiGatedDeltaNetAttention, "
@@ -340,7 +334,7 @@ def test_layers_that_the_kernels_refuse_are_told_once(monkeypatch: pytest.Monkey
 
 # -- linking a layer to its rope ---------------------------------------------------------------------
 
-POSITIONS = torch.tensor([0, 3, 70, 999])
+POSITIONS, TABLE = torch.tensor([0, 3, 70, 999]), cos_sin_table(16)
 
 
 class FakeRope(RopeTap):
@@ -350,21 +344,14 @@ class FakeRope(RopeTap):
             self.cos_sin_cache = table
 
 
-def table(scale: float = 1.0) -> torch.Tensor:
-    angles = torch.arange(1000)[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
-    return scale * torch.cat([angles.cos(), angles.sin()], -1)
-
-
 class Calls:
     """A layer's three probe calls, right until a test breaks them.
 
     ``noise``: what comes before a rope differs by so much from run to run, as atomics make it; K is about 3.
     """
 
-    def __init__(
-        self, rotation: torch.Tensor | None = None, noise: float = 0.0, *, rotated: bool = True
-    ) -> None:
-        rotation, gen = table() if rotation is None else rotation, torch.Generator().manual_seed(0)
+    def __init__(self, rotation: torch.Tensor = TABLE, noise: float = 0.0, *, rotated: bool = True) -> None:
+        gen = torch.Generator().manual_seed(0)
         self.rope = FakeRope(rotation)
         self.raw = torch.randn(4, 2, 32, generator=gen)
 
@@ -388,7 +375,7 @@ class Calls:
 
 @pytest.mark.parametrize("scale", [1.0, 1.14])
 def test_linked(scale: float) -> None:
-    calls = Calls(table(scale))
+    calls = Calls(scale * TABLE)
     assert calls.link() is calls.rope
 
 
@@ -404,7 +391,6 @@ def test_noise_between_equal_runs_is_no_dependence_on_positions() -> None:
     assert calls.link() is calls.rope
     assert Calls(noise=5e-5, rotated=False).link() is None
     # What is more than that noise still shows.
-    assert calls.moved.raw is not None
     calls.moved = replace(calls.moved, raw=calls.moved.raw + 1e-3)
     calls.refused("K depends on positions before FakeRope")
 
@@ -429,10 +415,10 @@ def test_calls_that_show_nothing_are_refused() -> None:
         *(
             (lambda call, other=other: {"rope": other}, "FakeRope is not the plain rotation of its table")
             for other in (
-                FakeRope(table().roll(1, 0)),
-                FakeRope(table(1.14)),
-                FakeRope(table()[:, [*range(8, 16), *range(8)]]),
-                FakeRope(table(), neox=False),
+                FakeRope(TABLE.roll(1, 0)),
+                FakeRope(1.14 * TABLE),
+                FakeRope(TABLE[:, [*range(8, 16), *range(8)]]),
+                FakeRope(TABLE, neox=False),
             )
         ),
     ],
@@ -445,6 +431,6 @@ def test_calls_of_no_known_rope(change: Callable[[_Call], dict[str, Any]], says:
 
 def test_rotation_that_loses_k() -> None:
     """A table that is zero somewhere rotates as it says, but K is gone."""
-    flat = table()
+    flat = TABLE.clone()
     flat[:, [3, 11]] = 0  # cos and sin of one pair
     Calls(flat).refused("the rotation by FakeRope cannot be undone")

@@ -1,23 +1,17 @@
 """Rotation of K by a table of cos and sin, and its inverse, against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.backends.ops.span_attention import eager
 from vllm_hypic.backends.ops.span_attention.eager import rotate, unrotate
 from vllm_hypic.backends.ops.span_attention.reference import rotate_reference, unrotate_reference
 
-from .cases import cos_sin_table
-
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
-"""Largest relative error of rounding to the dtype."""
-DTYPES = list(ROUNDING)
+from .cases import DTYPES, cos_sin_table
 
 
 class Rotated:
@@ -38,10 +32,8 @@ class Rotated:
         rng = torch.Generator().manual_seed(seed)
         self.neox = neox
         self.raw = torch.randn(rows, 2, size, generator=rng).to(dtype)
-        self.table = None
         self.positions = torch.randint(0, 5000, (rows,), generator=rng)
-        if rotary:
-            self.table = (scale * cos_sin_table(rotary)).to(table_dtype or dtype)
+        self.table = (scale * cos_sin_table(rotary)).to(table_dtype or dtype) if rotary else None
         rotation = None if self.table is None else self.table[self.positions]
         self.rotated = rotate(self.raw, rotation, neox)
 
@@ -63,9 +55,9 @@ class Rotated:
         ours = unrotate(self.rotated, self.table, self.positions, self.neox)
         assert ours.dtype == self.raw.dtype and ours.shape == self.raw.shape
         assert torch.equal(self.rotated, before), "the cache's own K was changed"
-        unit, lengths = ROUNDING[self.raw.dtype], self.lengths()
-        limits = torch.finfo(self.raw.dtype)
-        least = limits.smallest_normal * limits.eps / 2  # rounding among subnormal numbers
+        limits, lengths = torch.finfo(self.raw.dtype), self.lengths()
+        unit = limits.eps / 2  # the largest relative error of one rounding
+        least = limits.smallest_normal * unit  # rounding among subnormal numbers
         # float32 arithmetic, then one rounding.
         wanted = unrotate_reference(self.rotated, self.table, self.positions, self.neox)
         error = (ours.double() - wanted).abs()
@@ -79,7 +71,6 @@ class Rotated:
 def test_rotation_keeps_its_input(neox: bool) -> None:
     """K in the pool is read by every request: rotating it in place would destroy it."""
     case = Rotated(20, rotary=16)
-    assert case.table is not None
     raw, rotation = case.raw, case.table[case.positions]
     before = raw.clone()
     ours = rotate(raw, rotation, neox)
@@ -112,7 +103,6 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.sampled_from([(64, 64), (64, 32), (80, 20), (6, 2), (256, 64)]), OPTIONS)
 def test_unrotate_anything(rows: int, sizes: tuple[int, int], options: dict[str, Any]) -> None:
     Rotated(rows, size=sizes[0], rotary=sizes[1], **options).check()
@@ -121,7 +111,6 @@ def test_unrotate_anything(rows: int, sizes: tuple[int, int], options: dict[str,
 def test_unrotate_leaves_out_nothing() -> None:
     """The bounds of ``Rotated.check`` see each part of the inverse."""
     case = Rotated(50, rotary=32, table_dtype=torch.bfloat16)
-    assert case.table is not None
     right = case.table
     cos, sin = right.chunk(2, -1)
     wrong = {
@@ -134,4 +123,4 @@ def test_unrotate_leaves_out_nothing() -> None:
     for name, table in wrong.items():
         ours = unrotate(case.rotated, table, case.positions, True)
         error = (ours - case.raw).abs().double() / case.lengths()
-        assert error.max() > 100 * ROUNDING[torch.float32], name
+        assert error.max() > 100 * 2**-24, name

@@ -1,12 +1,10 @@
 """Step metadata: what a stream token sees and where it stands, against the definitions."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.pool.plans import CapturePlan, ComposePoint, StreamPlan
@@ -31,7 +29,6 @@ def stream_plans(draw: st.DrawFn) -> StreamPlan:
     return StreamPlan(positions, int(positions[-1]) + 1, points, slots, np.arange(columns), True)
 
 
-@settings(deadline=None)
 @given(stream_plans(), st.data())
 def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
     """Any chunk, prompt and generated tokens alike."""
@@ -45,7 +42,6 @@ def test_visible_and_logical(plan: StreamPlan, data: st.DataObject) -> None:
         assert position == (plan.positions[i] if i < n else plan.n_logical + i - n)
 
 
-@settings(deadline=None)
 @given(stream_plans(), st.data())
 def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     n = len(plan.positions)
@@ -57,7 +53,6 @@ def test_composed_row(plan: StreamPlan, data: st.DataObject) -> None:
     assert composed.points == [p for p in plan.points if s0 <= p.at < s1]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 60))
@@ -71,15 +66,13 @@ def test_chunks_of_a_capture_cover_its_interior_once(data: st.DataObject) -> Non
     slots: list[int] = []
     firsts = lasts = 0
     for s0, s1 in pairwise(cuts):
-        row = BatchRow(0, 5, 5 + s1 - s0, s0, s1)
-        capture = capture_row("r", row, plan)
+        capture = capture_row("r", BatchRow(0, 5, 5 + s1 - s0, s0, s1), plan)
         wanted = [t for t in range(s0, s1) if lo <= t < hi]
         assert list(range(capture.begin, capture.end)) == wanted
         captured = StepContext([], [capture], CPU).captured
         if not wanted:
             assert captured is None
             continue
-        assert captured is not None
         assert captured.rows.tolist() == [t - s0 + 5 for t in wanted]
         assert captured.positions.tolist() == [int(gaps[t]) if padded else t for t in wanted]
         slots += captured.slots.tolist()
@@ -101,7 +94,6 @@ def test_public_rows_of_a_batch() -> None:
     blind, one, two = row(0, 0, 0, 2, [5]), row(3, 2, 0, 4, [5]), row(4, 9, 3, 5, [1, 2])
     assert StepContext([blind], [], CPU).attention_rows(None, 0).merged is None
     public = StepContext([blind, one, two], [], CPU).attention_rows(None, 0).merged
-    assert public is not None
     assert public.query_ranges.tolist() == [[2, 6], [9, 11]]
     assert public.cache_ranges.tolist() == [[2, 6, 3, 4], [9, 11, 4, 5]]
     assert public.visible_kv_lens.tolist() == [0, 0, 5, 5, 3, 3]

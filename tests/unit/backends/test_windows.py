@@ -1,7 +1,5 @@
 """Rows that see a range of columns, in the pool and in vLLM's cache, against float64."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import numpy as np
@@ -14,13 +12,11 @@ from vllm_hypic.backends.ops.span_attention import eager, reference
 from vllm_hypic.pool.plans import ComposePoint, StreamPlan
 from vllm_hypic.pool.step import AttentionRows, BatchRow, StreamTensors, composed_row
 
-from .cases import DTYPES, LSE_TOLERANCE, TOLERANCE, Cached, Case
+from .cases import DTYPES, LSE_TOLERANCE, TOLERANCE, Attended, Cached, Case
 from .test_span_attention import KERNELS
 
 
-def close(
-    ours: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
-) -> None:
+def close(ours: Attended, wanted: Attended, dtype: torch.dtype) -> None:
     (out, lse), (wanted_out, wanted_lse) = ours, wanted
     assert out.dtype == lse.dtype == torch.float32
     assert float((out.double() - wanted_out).abs().max()) <= 4 * TOLERANCE[dtype]
@@ -95,21 +91,17 @@ def test_rows_that_are_not_far_lose_nothing_in_the_stream(
     rows = AttentionRows.of(composed, window, 0, s1 - s0)
     assert rows.replaced is not None or s1 <= window
     assert rows.all_replaced == (rows.replaced is not None)
-    assert not AttentionRows.of(composed, window, 0, s1 - s0 + 1).all_replaced, (
-        "somebody else's row would be left out"
-    )
+    assert not AttentionRows.of(composed, window, 0, s1 - s0 + 1).all_replaced, "a row of others is left out"
 
 
 @pytest.mark.parametrize("window", [None, 1000])
 def test_short_requests_that_generate_are_replaced(window: int | None) -> None:
     """Nothing is hidden from them; a prefill, a long request and one that reads nothing are left to stock."""
     columns = np.arange(4, 34)
-    plan = StreamPlan(
-        np.array([0, 1, 2, 3, 34, 35]), 36, (ComposePoint(4, 0, 30, False),), columns, columns, True
-    )
+    points = (ComposePoint(4, 0, 30, replace_state=False),)
+    plan = StreamPlan(np.array([0, 1, 2, 3, 34, 35]), 36, points, columns, columns, use_transition=True)
     stream = StreamTensors.of(plan, torch.device("cpu"))
-    steps = {(8, 9): True, (9, 10): False, (0, 6): False, (3, 4): False}
-    for (s0, s1), replaced in steps.items():
+    for (s0, s1), replaced in {(8, 9): True, (9, 10): False, (0, 6): False, (3, 4): False}.items():
         row = composed_row(BatchRow(0, 0, s1 - s0, s0, s1), stream)
         rows = AttentionRows.of([row], window, 9, s1 - s0)
         assert (rows.replaced is not None) == rows.all_replaced == replaced

@@ -13,8 +13,8 @@ from engine.engines import Engine
 from families.rows import Family
 from families.table import FAMILIES
 from lib import forked
-from lib.oracle.bailing_models import save_bailing_model
 from lib.oracle.fla_models import save_fla_model
+from lib.oracle.kimi_models import save_bailing_model
 
 from benchmarks.lib.random_ring import save_ring_model
 from vllm_hypic.config.engine import config_of
@@ -37,8 +37,7 @@ def run(*arguments: str | Path, tool: tuple[str, ...] = CHECK) -> Any:
 def checked(*arguments: str | Path, code: int = 0) -> dict[str, Any]:
     done = run(*arguments, "--json")
     assert done.returncode == code, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def pool(llm: Any) -> tuple[int, int, int]:
@@ -79,7 +78,6 @@ def test_an_engine_logs_the_layers_that_are_told(tmp_path: Path, family: Family)
         told[kind["what"].partition(",")[0]] += kind["layers"]
     with Engine(model, log, **family.engine_args(dtype)):
         found = re.search(r"hypic: (\d.*); link .* GiB = (.*); eager", log.read_text())
-    assert found is not None
     logged: Counter[str] = Counter()
     for count, kind in re.findall(r"(\d+) ([^(,]+?)(?: \(\w+\))?(?:, |$)", found[1]):
         logged[kind] += int(count)
@@ -91,8 +89,8 @@ def test_an_engine_logs_the_layers_that_are_told(tmp_path: Path, family: Family)
 KINDS = dict[str, tuple[int, int] | int]
 """Layers of each kind and, where it is told, what a segment takes in them."""
 FULL = "full attention, 2 KV heads of 64"
-LINEAR_TWICE = ["linear_attention", "linear_attention", "full_attention"]
 SLIDING = "sliding_attention"
+KDA = {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4, "kda_layers": [1, 2]}
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
 SIZES |= {"intermediate_size": 512, "dtype": "bfloat16"}
 TOKENS = 1024
@@ -113,17 +111,14 @@ CONFIGS: dict[str, tuple[dict[str, Any], KINDS]] = {
         {"Mamba2, 8 heads of 64 x 128": (2, 2 * sum(MAMBA2)), FULL: 1},
     ),
     "OlmoHybridForCausalLM": (
-        {"model_type": "olmo_hybrid", "num_hidden_layers": 3, "layer_types": LINEAR_TWICE, "pad_token_id": 0}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 96}
-        | {"linear_value_head_dim": 192},
+        {"model_type": "olmo_hybrid", "num_hidden_layers": 3, "pad_token_id": 0, "linear_num_key_heads": 2}
+        | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+        | {"linear_num_value_heads": 4, "linear_key_head_dim": 96, "linear_value_head_dim": 192},
         {"gated delta net, 4 heads of 96 x 192": 2, FULL: 1},
     ),
     "KimiLinearForCausalLM": (
         {"model_type": "kimi_linear", "num_hidden_layers": 3, "num_key_value_heads": 4, "v_head_dim": 64}
-        | {
-            "linear_attn_config": {"num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4}
-            | {"kda_layers": [1, 2], "full_attn_layers": [3]}
-        }
+        | {"linear_attn_config": KDA | {"full_attn_layers": [3]}}
         | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "mla_use_nope": True},
         {"gated delta net, 4 heads of 64 x 64": 2, "latent attention, rows of 576": 1},
     ),
@@ -152,25 +147,6 @@ def write(folder: Path, architecture: str, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def kinds_in(folder: Path, expected: KINDS) -> KINDS:
-    """What is found, in the form of ``expected``."""
-    found = checked(folder)
-    assert found["segment_tokens"] == TOKENS
-    return {
-        kind["what"]: (kind["layers"], kind["segment_bytes"])
-        if isinstance(expected.get(kind["what"]), tuple)
-        else kind["layers"]
-        for kind in found["kinds"]
-    }
-
-
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_what_layers_take(tmp_path: Path, architecture: str) -> None:
-    config, expected = CONFIGS[architecture]
-    write(tmp_path, architecture, config)
-    assert kinds_in(tmp_path, expected) == expected
-
-
 def test_interiors_shorter_than_a_convolution_reaches_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "Lfm2ForCausalLM", CONFIGS["Lfm2ForCausalLM"][0])
     refused = checked(tmp_path, "--hypic", '{"min_segment_tokens": 1}', code=1)
@@ -186,6 +162,8 @@ DELTA, GLA = "gated delta net, 4 heads of", {"gated linear attention, 4 heads of
 @pytest.mark.parametrize(
     ("save", "fields", "kinds"),
     [
+        *((write, {"architecture": name, "config": c}, kinds) for name, (c, kinds) in CONFIGS.items()),
+        # Published models bring code for their configuration, or need the package of flash linear attention.
         (save_bailing_model, {"group_size": 3}, {f"{DELTA} 32 x 32": 2, LATENTS: 1}),
         (save_ring_model, RING | {"kv_heads": None}, LIGHTNING | {LATENTS: 1}),
         (save_ring_model, RING | {"kv_heads": 2}, LIGHTNING | {FULL: 1}),
@@ -195,12 +173,16 @@ DELTA, GLA = "gated delta net, 4 heads of", {"gated linear attention, 4 heads of
         (save_fla_model, {"kind": "gla", "expand_k": 0.5, "group": 4}, GLA | {SMALL: 1}),
     ],
 )
-def test_models_whose_code_is_not_here(
-    tmp_path: Path, save: Callable[..., None], fields: dict[str, Any], kinds: KINDS
-) -> None:
-    """Published models bring code for their configuration, or need the package of flash linear attention."""
+def test_what_layers_take(tmp_path: Path, save: Callable[..., Any], fields: dict, kinds: KINDS) -> None:
     save(tmp_path, **fields)
-    assert kinds_in(tmp_path, kinds) == kinds
+    found = checked(tmp_path)
+    assert found["segment_tokens"] == TOKENS
+    assert kinds == {
+        kind["what"]: (kind["layers"], kind["segment_bytes"])
+        if isinstance(kinds.get(kind["what"]), tuple)
+        else kind["layers"]
+        for kind in found["kinds"]
+    }
 
 
 def test_a_gguf_file_is_asked_as_its_model(tmp_path: Path) -> None:

@@ -87,9 +87,7 @@ FIELDS = {
             use_non_causal sparse_mla_force_mqa sparse_mla_prefill_workspace_factor
             minimax_m3_msa_decode_backend
     """,
-    "mamba_config": """
-        last bits: kernels: backend ssu_algorithm
-    """,
+    "mamba_config": "last bits: kernels: backend ssu_algorithm",
     "kernel_config": """
         last bits: kernels: ir_op_priority enable_flashinfer_autotune enable_rocm_segmented_attn_autotune
             enable_cutedsl_warmup enable_jit_warmup sparse_indexer_topk_backend

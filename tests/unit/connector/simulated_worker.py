@@ -4,8 +4,6 @@ It checks that nothing is written where somebody reads, and that nobody reads wh
 deleted before the reader came.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

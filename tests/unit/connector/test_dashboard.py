@@ -1,7 +1,5 @@
 """The dashboard shows what the engine exports: every series, and none that is not there."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pool's books: laws under any sequence of operations, and the eviction order."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Who gets room in the pool next: priorities, tenants' shares, and the room that one request may take."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -12,9 +10,8 @@ from vllm_hypic.connector.scheduler.connector import PassStart, SchedulerConnect
 from vllm_hypic.connector.scheduler.queue import PendingQueue
 from vllm_hypic.connector.scheduler.retention import PinRefused
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.primitives.keys import SegmentKey
 
-from .test_scheduler_store import admit, compute, end, pin, plan, side
+from .test_scheduler_store import admit, compute, end, key, pin, plan, side
 
 
 def small(segments: int, **options: Any) -> SchedulerConnector:
@@ -142,29 +139,27 @@ def test_a_part_too_small_for_usual_segments_is_told(
 def test_every_plan_fits_its_tenants_share_whatever_is_pinned_or_not_any_more(fraction: float) -> None:
     """Rounded alike in plan and queue; a pinned record counts in the share, too."""
     on = small(4, linear=True, max_tenant_fraction=fraction)
-    admit(on, "r", 0)
+    (pinned,) = admit(on, "r", 0)
     assert pump(on) == ["r"]
     end(on, "r")
-    (key,) = (s.key for s in plan(on, 0).segments)
-    pin(on, key)
+    pin(on, pinned)
     admit(on, "beside", 0, 1, 2, 3)
-    on.retention.unpin_record(key)
+    on.retention.unpin_record(pinned)
     assert pump(on) == ["beside"]
 
 
 def test_a_tenant_pins_no_more_than_its_share() -> None:
     on = small(8, max_tenant_fraction=0.25, max_pinned_fraction=0.5)
-    keys = [SegmentKey(f"{i:064x}") for i in range(6)]
-    for key, tenant in zip(keys, "aabb", strict=False):
-        on.retention.pin_record(key, 20, leading=False, tenant=tenant)
+    for i, tenant in enumerate("aabb"):
+        on.retention.pin_record(key(i), 20, leading=False, tenant=tenant)
     with pytest.raises(PinRefused, match=r"^pinned records would take .* raise max_pinned_fraction"):
-        on.retention.pin_record(keys[4], 20, leading=False, tenant="c")
-    on.retention.unpin_record(keys[3])
+        on.retention.pin_record(key(4), 20, leading=False, tenant="c")
+    on.retention.unpin_record(key(3))
     on.reset("2")
     with pytest.raises(PinRefused, match=r"^this tenant's pinned .* at most 25%.* max_tenant_fraction"):
-        on.retention.pin_record(keys[5], 20, leading=False, tenant="a")
-    on.retention.pin_record(keys[0], 20, leading=False, tenant="a")
-    on.retention.pin_record(keys[5], 20, leading=False, tenant="b")
+        on.retention.pin_record(key(5), 20, leading=False, tenant="a")
+    on.retention.pin_record(key(0), 20, leading=False, tenant="a")
+    on.retention.pin_record(key(5), 20, leading=False, tenant="b")
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "half"])

@@ -1,7 +1,5 @@
 """Records of answers and prefixes in the scheduler: names, places, values, which record gives way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,8 +61,7 @@ class Side:
         return self.prefill(name)
 
     def prefill(self, name: str) -> int:
-        request = self.side.admission.requests[name]
-        computed = len(request.running.stream)
+        computed = len(self.side.admission.requests[name].running.stream)
         self.passes = {name: self.run(name, 0, computed)}
         self.side.prefixes.passed(name, computed)
         return computed

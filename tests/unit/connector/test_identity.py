@@ -1,7 +1,5 @@
 """What names records: ordinary engines find what was written before, and nothing that differs is found."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -28,7 +26,6 @@ from vllm_hypic.pool.states import LinearGeometry
 
 from .neutral_fields import ALWAYS, FIELDS, NEWER, OPTIONS, PARTS
 
-MODEL = "examples/models/tiny-hybrid-qa/model"
 BF16 = torch.bfloat16
 GEOMETRY = PoolGeometry(
     (AttentionGeometry("model.layers.3.self_attn.attn", 2, 32, BF16),),
@@ -49,7 +46,7 @@ def ordinary() -> Iterator[VllmConfig]:
     before = Path.cwd()
     os.chdir(EXAMPLE.parents[2])
     args = EngineArgs(
-        model=MODEL,
+        model="examples/models/tiny-hybrid-qa/model",
         attention_backend="hypic",
         dtype="bfloat16",
         kv_cache_memory_bytes=1 << 28,

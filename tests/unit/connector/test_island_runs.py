@@ -1,7 +1,5 @@
 """Runs of islands: they tile them, and passes that end outside of them still get on."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 from hypothesis import given

@@ -1,8 +1,6 @@
 """Thousands of forks of one prefix, and many cold prompts at once: what one costs, and what is remembered of
 it, does not grow with the number of the others, and all of them end."""
 
-from __future__ import annotations
-
 import sys
 from collections import deque
 from collections.abc import Mapping, Set

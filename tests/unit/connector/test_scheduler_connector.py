@@ -1,8 +1,6 @@
 """Segment requests as the scheduler side asks for them, and describes them to the worker; behind a context;
 and when nobody waits for their records any more."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -171,19 +169,22 @@ def with_text(**options: Any) -> SchedulerConnector:
     return side(context="text", text=TEXT, **options)
 
 
-def started(on: SchedulerConnector, name: str = "r", tokens: list[int] = PROMPT) -> list[SegmentRequest]:
+def computing(on: SchedulerConnector) -> dict[int, SegmentRequest]:
+    """New segment requests by their first tokens: of the context, the leading segment, the document."""
+    requests = on.begin_pass().segment_requests
+    found = {request.token_ids[0]: request for request in requests}
+    assert len(found) == len(requests)
+    return found
+
+
+def started(on: SchedulerConnector, name: str = "r", tokens: list[int] = PROMPT) -> dict[int, SegmentRequest]:
     admit(on, tokens, name)
-    return on.begin_pass().segment_requests
-
-
-def by_tokens(requests: list[SegmentRequest]) -> dict[int, SegmentRequest]:
-    """By first token: of the context, the leading segment, the document."""
-    return {request.token_ids[0]: request for request in requests}
+    return computing(on)
 
 
 def test_a_segment_waits_for_its_context_and_reads_it() -> None:
     on = with_text()
-    found = by_tokens(started(on))
+    found = started(on)
     context, lead, segment = found[TEXT[0]], found[LEAD[0]], found[DOCUMENT[0]]
     assert context.token_ids == list(TEXT) and segment.token_ids == DOCUMENT[:-3]
     assert (context.waits, lead.waits, segment.waits) == (False, False, True)
@@ -207,16 +208,16 @@ def test_a_segment_waits_for_its_context_and_reads_it() -> None:
 
 def test_a_context_is_computed_once_for_all_prompts() -> None:
     on = with_text()
-    end(on, *started(on))
+    end(on, *started(on).values())
     other = started(on, "other", [*LEAD[5:], IDS.sep, *DOCUMENT[::-1], IDS.sep, *QUERY])
-    assert sorted(r.token_ids[0] for r in other) == sorted([LEAD[5], DOCUMENT[-1]])
-    assert on.ready(by_tokens(other)[DOCUMENT[-1]].request_id), "its context is here"
-    assert started(on, "warm") == [] and on.hits("warm").total() == len(LEAD) + len(DOCUMENT) - 6
+    assert other.keys() == {LEAD[5], DOCUMENT[-1]}
+    assert on.ready(other[DOCUMENT[-1]].request_id), "its context is here"
+    assert started(on, "warm") == {} and on.hits("warm").total() == len(LEAD) + len(DOCUMENT) - 6
 
 
 def test_the_prompts_own_leading_segment_as_context() -> None:
     on = side(context="lead")
-    lead, segment = started(on)
+    lead, segment = started(on).values()
     assert not on.ready(segment.request_id)
     end(on, lead)
     assert on.ready(segment.request_id)
@@ -229,7 +230,7 @@ def context_key(on: SchedulerConnector) -> SegmentKey:
 
 def test_a_context_is_held_until_the_segment_behind_it_ends() -> None:
     on = with_text()
-    found = by_tokens(started(on))
+    found = started(on)
     end(on, found[TEXT[0]])
     key = context_key(on)
     on.finished("r", completed=False)  # whoever asked is gone
@@ -242,7 +243,7 @@ def test_a_context_is_held_until_the_segment_behind_it_ends() -> None:
 
 def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:
     on = with_text()
-    found = by_tokens(started(on))
+    found = started(on)
     key, segment = context_key(on), found[DOCUMENT[0]].request_id
     on.finished("r", completed=False)
     on.finished(found[TEXT[0]].request_id, completed=False)
@@ -255,7 +256,7 @@ def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:
 
 def test_a_segment_that_fails_is_computed_again_behind_its_context() -> None:
     on = with_text()
-    found = by_tokens(started(on))
+    found = started(on)
     end(on, found[TEXT[0]])
     on.finished(found[DOCUMENT[0]].request_id, completed=False)
     [again] = on.begin_pass().segment_requests
@@ -269,10 +270,10 @@ def test_a_segment_that_fails_is_computed_again_behind_its_context() -> None:
 def test_a_context_that_is_deleted_serves_those_who_hold_it() -> None:
     """The segment behind it fails and is computed again, behind the same record; others get another."""
     on = with_text()
-    found = by_tokens(started(on))
+    found = started(on)
     key = context_key(on)
     on.retention.drop_record(key)
-    later = by_tokens(started(on, "later"))
+    later = started(on, "later")
     assert list(later) == [TEXT[0]], "a new context; what is under way is shared"
     end(on, found[TEXT[0]])
     assert on.ready(found[DOCUMENT[0]].request_id) and on.directory.lookup(key) is Lookup.PENDING
@@ -314,29 +315,18 @@ def prompt_of(*documents: list[int], lead: list[int] | None = None) -> list[int]
     return [*(lead or []), *(t for d in documents for t in (IDS.sep, *d)), IDS.sep, *QUERY]
 
 
-def computing(on: SchedulerConnector) -> dict[int, str]:
-    """Segment requests by the first token that they compute."""
-    return {job.token_ids[0]: job.request_id for job in on.begin_pass().segment_requests}
-
-
-def leave(on: SchedulerConnector, *names: str) -> None:
-    for name in names:
-        on.finished(name, completed=False)
-    on.directory.check_integrity()
-
-
 def test_what_nobody_else_wants_is_unwanted_once() -> None:
     on = side()
     admit(on, prompt_of(DOCUMENT, OTHER), "one")
     admit(on, prompt_of(DOCUMENT), "two")
     jobs = computing(on)
     assert len(jobs) == 2 and on.take_unwanted() == []
-    leave(on, "one")
-    assert on.take_unwanted() == [jobs[OTHER[0]]], "the other one is waited for"
+    end(on, "one", completed=False)
+    assert on.take_unwanted() == [jobs[OTHER[0]].request_id], "the other one is waited for"
     assert on.take_unwanted() == []
-    leave(on, jobs[OTHER[0]], "two")
-    assert on.take_unwanted() == [jobs[DOCUMENT[0]]]
-    leave(on, jobs[DOCUMENT[0]])
+    end(on, jobs[OTHER[0]], "two", completed=False)
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]].request_id]
+    end(on, jobs[DOCUMENT[0]], completed=False)
     assert len(on.directory) == 0 and on.begin_pass().segment_requests == []
 
 
@@ -349,11 +339,11 @@ def test_a_request_that_has_no_room_yet_waits_for_it_too() -> None:
     admit(on, prompt_of(DOCUMENT, OTHER), "two")
     assert len(jobs) == 8
     assert on.begin_pass().segment_requests == [], "there is no room for the second's other record"
-    leave(on, "one")
+    end(on, "one", completed=False)
     unwanted = on.take_unwanted()
-    assert sorted(unwanted) == sorted(j for token, j in jobs.items() if token != DOCUMENT[0])
-    leave(on, *unwanted, "two")
-    assert on.take_unwanted() == [jobs[DOCUMENT[0]]]
+    assert sorted(unwanted) == sorted(j.request_id for token, j in jobs.items() if token != DOCUMENT[0])
+    end(on, *unwanted, "two", completed=False)
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]].request_id]
 
 
 def test_a_context_goes_with_the_last_that_is_computed_behind_it() -> None:
@@ -361,11 +351,11 @@ def test_a_context_goes_with_the_last_that_is_computed_behind_it() -> None:
     admit(on, prompt_of(DOCUMENT, lead=LEAD), "one", hypic_context="lead")
     jobs = computing(on)
     assert jobs.keys() == {LEAD[0], DOCUMENT[0]}
-    leave(on, "one")
-    assert on.take_unwanted() == [jobs[DOCUMENT[0]]], "the context is still waited for"
-    leave(on, jobs[DOCUMENT[0]])
-    assert on.take_unwanted() == [jobs[LEAD[0]]]
-    leave(on, jobs[LEAD[0]])
+    end(on, "one", completed=False)
+    assert on.take_unwanted() == [jobs[DOCUMENT[0]].request_id], "the context is still waited for"
+    end(on, jobs[DOCUMENT[0]], completed=False)
+    assert on.take_unwanted() == [jobs[LEAD[0]].request_id]
+    end(on, jobs[LEAD[0]], completed=False)
     assert len(on.directory) == 0
 
 
@@ -373,7 +363,7 @@ def test_what_is_there_or_was_never_computed_is_nobodys() -> None:
     on = side()
     admit(on, prompt_of(DOCUMENT), "one")
     (job,) = computing(on).values()
-    on.finished(job, completed=True)
+    end(on, job)
     admit(on, prompt_of(OTHER), "two")  # pinned by no step yet
-    leave(on, "one", "two")
+    end(on, "one", "two", completed=False)
     assert on.take_unwanted() == [] and on.begin_pass().segment_requests == []

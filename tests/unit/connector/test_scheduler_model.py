@@ -3,8 +3,6 @@
 10,000 events in a normal run, ten times as many in a slow one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The scheduler side with a store behind the pool: loads, misses, ranks, pins, drops, expiry, bounds."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence
@@ -50,9 +48,8 @@ def side(
     config = HypicConfig.from_mapping(
         {"min_segment_tokens": 8, "seam_tokens": 0, "context": "none", "islands": "none", **options}
     )
-    attention = (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),)
     geometry = PoolGeometry(
-        attention,
+        (AttentionGeometry("layers.0", 2, 64, torch.bfloat16),),
         (LINEAR,) if linear else (),
         page_tokens=4,
         pages=segments * PAGES_EACH,
@@ -132,10 +129,10 @@ def fetching(on: SchedulerConnector, name: str = "r", *documents: int) -> Record
     return fetched(next_step(on))[0]
 
 
-def end(on: SchedulerConnector, *ended: str | SegmentRequest) -> None:
-    """Requests and segment requests end well, and the books are right."""
+def end(on: SchedulerConnector, *ended: str | SegmentRequest, completed: bool = True) -> None:
+    """Requests and segment requests end, if ``completed`` well, and the books are right."""
     for each in ended:
-        on.finished(each if isinstance(each, str) else each.request_id, completed=True)
+        on.finished(each if isinstance(each, str) else each.request_id, completed=completed)
     on.directory.check_integrity()
 
 
@@ -340,17 +337,13 @@ def test_pinned_records_stay_and_requests_are_planned_around_them() -> None:
     with pytest.raises(PinRefused, match=r"at most 50% of its pages, state slots and transition blocks"):
         pin(on, keys[2])
     # Three new documents beside two pinned ones do not fit in four places: one is computed in the stream.
-    admit(on, "s", 2, 3, 4)
-    plan = on.plan_of("s")
-    assert plan is not None and len(plan.segments) == 2
+    assert len(admit(on, "s", 2, 3, 4)) == 2
     on.begin_pass()
     assert all(on.retention.record_state(k).resident for k in keys[:2])
     say(on, taken=tuple(p.serial for p in fetched(step(on))))
     end(on, "s")
     # Pinned documents themselves cost a request nothing.
-    admit(on, "t", 0, 1, 2, 3)
-    plan = on.plan_of("t")
-    assert plan is not None and len(plan.segments) == 4
+    assert len(admit(on, "t", 0, 1, 2, 3)) == 4
     on.retention.unpin_record(keys[0])
     pin(on, keys[2])
 

@@ -1,7 +1,5 @@
 """The scheduler side and other instances: awaited records and their room, pushed records, what is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

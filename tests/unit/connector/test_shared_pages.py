@@ -1,7 +1,5 @@
 """Pages that several records have: checkpoints, what is resumed from them, and what becomes free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -58,10 +56,6 @@ def made_with_checkpoint(books: SegmentDirectory) -> tuple[Entry, Entry]:
     return record, half
 
 
-def free(books: SegmentDirectory) -> Space:
-    return books.total - books.used
-
-
 def test_a_spare_slot_goes_when_the_record_is_complete(books: SegmentDirectory) -> None:
     record = reserve(books, "a")
     assert record.scratch_slot is not None
@@ -112,8 +106,7 @@ def test_a_record_that_will_be_resumed_needs_its_own_pages_alone(books: SegmentD
     """And what it is resumed from stays, the oldest though it is."""
     record, half = made_with_checkpoint(books)
     books.discard(record.key)
-    wanted = {key("b"): Need(PAGES * PAGE_TOKENS)}
-    (other,) = books.acquire(wanted, "", {key("b"): half}) or []
+    (other,) = books.acquire({key("b"): Need(PAGES * PAGE_TOKENS)}, "", {key("b"): half}) or []
     assert other.pages[:2] == half.pages and len(other.pages) == PAGES and half.pins == 1
     books.resume(other, half)
     assert other.pages[:2] == half.pages and half.pins == 1 and books.evictions == 0
@@ -160,7 +153,7 @@ def test_eviction_takes_what_becomes_free_and_no_more(books: SegmentDirectory) -
     record, half = made_with_checkpoint(books)
     books.pin(half)
     assert reserve(books, "b", Need(32)) is not None, "beside the four"
-    assert free(books).pages == 0
+    assert books.free.pages == 0
     assert books.acquire({key("c"): Need(12)}) is None, "two pages of the record's are the checkpoint's"
     assert books.lookup(record.key) is Lookup.HIT, "nothing has changed"
     assert books.acquire({key("c"): Need(8)}) is not None
@@ -173,9 +166,8 @@ def test_no_more_leave_than_must(books: SegmentDirectory) -> None:
     record = reserve(books, "a")
     first, half = checkpoint(books, "a/4", record, FIRST), checkpoint(books, "a/8", record)
     end(books, record)
-    gone = books._victims(Space(pages=PAGES - 2), ())
     order = [e for e in books.resident() if e in (record, first, half)]
-    assert gone == order[: order.index(record) + 1]
+    assert books._victims(Space(pages=PAGES - 2), ()) == order[: order.index(record) + 1]
 
 
 def test_deleting_a_record_deletes_its_checkpoints(books: SegmentDirectory) -> None:

@@ -1,7 +1,5 @@
 """The store's links: orders to have a record in a shared tier, and chains of records with one deadline."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -27,6 +25,8 @@ from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.base import TierError, TierFull
 
+from .test_worker_links import place
+
 IDENTITY = "0123456789abcdef"
 RECORD = b"a record"
 
@@ -49,8 +49,8 @@ class Link:
         return place.serial in self.unsaved
 
     def advance(self) -> None:
-        for serial, place in list(self.unsaved.items()):
-            reservation = self.store.reserve(object_name(place.key), CacheValue(1, 1.0, len(RECORD)))
+        for serial, at in list(self.unsaved.items()):
+            reservation = self.store.reserve(object_name(at.key), CacheValue(1, 1.0, len(RECORD)))
             self.behind = reservation is None
             if reservation is None:
                 return
@@ -92,11 +92,6 @@ class Worker:
     def end_of(self, number: int) -> str:
         wait_for(lambda: number in self.step(), f"the end of order {number}")
         return self.ended[number]
-
-
-def place(record: int) -> RecordPlace:
-    slots = np.zeros(0, dtype=np.int64)
-    return RecordPlace(record, SegmentKey(f"{record:064x}"), record, slots, False, 1, 1.0)
 
 
 @pytest.fixture

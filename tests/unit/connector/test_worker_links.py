@@ -1,7 +1,5 @@
 """The worker's half and its links: who gets which order, and what follows from how it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -25,21 +23,11 @@ from vllm_hypic.connector.orders import (
 )
 from vllm_hypic.connector.worker.connector import WorkerConnector
 from vllm_hypic.connector.worker.link import RecordLink
-from vllm_hypic.pool.geometry import PoolGeometry
 from vllm_hypic.pool.plans import CapturePlan, RecordPlace
-from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.primitives.keys import SegmentKey
 
-CPU = torch.device("cpu")
-GEOMETRY = PoolGeometry(
-    (),
-    (LinearGeometry("layers.0", 2, 4, 4, 3, 8, torch.float32),),
-    page_tokens=8,
-    pages=0,
-    slots=4,
-    transition_blocks=8,
-)
-STORE = {"store": {"tiers": [{"type": "memory", "bytes": 1 << 20}]}}
+from .simulation import STORE
+from .vocabulary import geometry
 
 
 class Link(RecordLink):
@@ -84,8 +72,9 @@ class Worker:
         )
         self.store = Link(self.log, "store", FetchRecord, SaveRecord, ClearCaches)
         links: list[RecordLink] = [self.others, self.store] if store else [self.others]
-        self.side = WorkerConnector(GEOMETRY, HypicConfig.from_mapping(STORE), lambda pool, mover: links)
-        self.side.start(CPU)
+        config = HypicConfig.from_mapping({"store": STORE})
+        self.side = WorkerConnector(geometry(pages=1, slots=4), config, lambda pool, mover: links)
+        self.side.start(torch.device("cpu"))
 
     def step(self, *orders: Order, dropped: Collection[int] = ()) -> WorkerReport | None:
         self.side.absorb(HypicMetadata(orders=list(orders), dropped_slots=list(dropped)))

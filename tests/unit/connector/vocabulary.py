@@ -1,7 +1,5 @@
 """What prompts of the simulation consist of, and pools for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

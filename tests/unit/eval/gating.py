@@ -15,8 +15,6 @@ from vllm_hypic.eval.gate.measure import GateEngines, GateMeasurement
 from vllm_hypic.eval.gate.signoff import SignOff, read
 from vllm_hypic.eval.methods import Method
 
-SMALL = ("--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -41,7 +39,8 @@ class Judged:
 def gate(model: Path, folder: Path, *options: str) -> Judged:
     """The command's verdict, whose sign-off goes to ``folder``."""
     before = set(folder.glob("*"))
-    arguments = ["gate", str(model), "--folder", str(folder), *SMALL, *options]
+    small = ("--eager", "--threads", "1", "--kv-gib", "0.5", "--timeout-s", "400")
+    arguments = ["gate", str(model), "--folder", str(folder), *small, *options]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     found = set(folder.glob("*")) - before
     assert len(found) == 1, result.output

@@ -102,8 +102,7 @@ def test_answers_that_say_nothing() -> None:
     assert "scores 18.8 points, less than 20, so no loss can show" in reason.says
     far = judge(numbers(answers=silent, distances=replace(FINE, kl_p90=1.0)), LIMITS)
     assert far.verdict is Verdict.CANNOT_JUDGE and far.against == [reason]
-    unlikely = numbers(answers=silent, texts=(texts(3.0),))
-    assert judge(unlikely, LIMITS).verdict is Verdict.NO_GO
+    assert judge(numbers(answers=silent, texts=(texts(3.0),)), LIMITS).verdict is Verdict.NO_GO
     assert judge(numbers(answers=silent, faults=("broken",)), LIMITS).verdict is Verdict.NO_GO
 
 
@@ -131,8 +130,7 @@ def test_one_set_that_tells_is_enough_and_each_is_judged() -> None:
 
 def test_ties_and_faults_beside_missing_numbers() -> None:
     # Ties may fall either way: that is no loss.
-    flat = replace(FINE, sure=0, changed=0.0, agreement=60.0)
-    judgement = judge(numbers(distances=flat), LIMITS)
+    judgement = judge(numbers(distances=replace(FINE, sure=0, changed=0.0, agreement=60.0)), LIMITS)
     assert judgement.verdict is Verdict.GO
     assert [r.holds for r in judgement.reasons if r.criterion == FIRST_TOKENS] == [None]
     # Numbers missing after a fault.
@@ -144,10 +142,9 @@ def test_ties_and_faults_beside_missing_numbers() -> None:
 def test_limits_are_those_given_and_noise_widens_them() -> None:
     found = numbers(answers=(answers(lost=14),), distances=replace(FINE, kl_p90=0.5))
     assert fails(found, Limits(loss=50, certain_loss=50, kl=1.0)) == []
-    noisy = replace(NOISE, kl_p90=0.05, changed=10.0)
     far = replace(FINE, kl_p90=0.22, changed=14.0)
     assert fails(numbers(distances=far)) == [DISTRIBUTIONS, FIRST_TOKENS]
-    assert fails(numbers(distances=far, noise=noisy)) == []
+    assert fails(numbers(distances=far, noise=replace(NOISE, kl_p90=0.05, changed=10.0))) == []
 
 
 def test_points_and_distances() -> None:

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 from engine import tiny_models
 from engine.engines import worker_of
-from lib.oracle import (
-    save_mamba1_model,
-    save_mamba2_model,
-    save_mla_model,
-    save_olmo_model,
-    save_short_conv_model,
-)
+from lib.oracle import save_mla_model, save_olmo_model, save_short_conv_model
 from lib.oracle.fla_models import save_fla_model
+from lib.oracle.mamba_models import save_mamba_model
 from lib.oracle.models import FULL, SLIDING, save_shared_kv_model
 
 from benchmarks.lib.random_checkpoints import scale
@@ -50,7 +45,8 @@ SHALLOW = {"layers": 2, "silent": True}
 PAIR = {"layer_types": ["linear_attention", FULL], "silent": True}
 ONE = {"num_hidden_layers": 1}
 SINKS = {"layer_types": [SLIDING], "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
-SHARED = {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "num_kv_shared_layers": 1, "window": 40}
+SHARED = {"name": "Gemma4Text", "num_hidden_layers": 2, "layer_types": [FULL, FULL]}
+SHARED |= {"num_kv_shared_layers": 1, "window": 40}
 """The second layer reads K and V of the first."""
 
 
@@ -72,25 +68,18 @@ FAMILIES = {
     "olmo": Family(save_olmo_model, PAIR),
     "kimi": Family(save_kimi_model, PAIR),
     "lightning": Family(save_ring_model, SHALLOW),
-    "mamba1": Family(save_mamba1_model, {"name": "Jamba", "num_hidden_layers": 2, "silent": ("o_proj",)}),
-    "mamba1-alone": Family(save_mamba1_model, {"name": "Mamba"} | ONE, loud="backbone.layers.0.mixer.x_proj"),
+    "mamba1": Family(save_mamba_model, {"name": "Jamba", "num_hidden_layers": 2, "silent": ("o_proj",)}),
+    "mamba1-alone": Family(save_mamba_model, {"name": "Mamba"} | ONE, loud="backbone.layers.0.mixer.x_proj"),
     # Attention beside it, which is heard.
-    "mamba2": Family(save_mamba2_model, {"name": "FalconH1"} | ONE, loud="model.layers.0.mamba.conv1d"),
-    "mamba2-alone": Family(
-        save_mamba2_model, {"name": "Mamba2"} | ONE, loud="backbone.layers.0.mixer.conv1d"
-    ),
+    "mamba2": Family(save_mamba_model, {"name": "FalconH1"} | ONE, loud="model.layers.0.mamba.conv1d"),
+    "mamba2-alone": Family(save_mamba_model, {"name": "Mamba2"} | ONE, loud="backbone.layers.0.mixer.conv1d"),
     # Attention reads what convolutions make of two tokens before, which a seam covers.
     "short-convolutions": Family(
         save_short_conv_model, {"layer_types": ["conv", FULL]}, EMPTIED, "model.layers.1.self_attn.out_proj"
     ),
     "latents": Family(save_mla_model, {"layers": 1, "q_lora": True}, EMPTIED),
     "sinks": Family(tiny_models.save, {"name": "GptOss", "fields": ONE | SINKS}, EMPTIED),
-    "shared-kv": Family(
-        save_shared_kv_model,
-        {"name": "Gemma4Text"} | SHARED,
-        EMPTIED,
-        "model.layers.0.post_attention_layernorm",
-    ),
+    "shared-kv": Family(save_shared_kv_model, SHARED, EMPTIED, "model.layers.0.post_attention_layernorm"),
 }
 
 

@@ -33,13 +33,10 @@ DOCUMENT = 40
 
 
 def task(number: int, documents: int = 2) -> Task:
-    text = " ".join(["w"] * DOCUMENT)
-    return Task("facts", "s", (text,) * documents, f"q{number}", ("right",), 4)
+    return Task("facts", "s", (" ".join(["w"] * DOCUMENT),) * documents, f"q{number}", ("right",), 4)
 
 
 SETS = [TaskSet("fixed set", Metric.EXACT, tuple(map(task, range(6))))]
-
-
 Planted = Callable[[Ask, bool, Answer], Answer]
 """(request, whether its documents were asked about before, answer) -> answer."""
 
@@ -98,9 +95,9 @@ def run(
     return found
 
 
-def with_reuse(change: Callable[[Answer], Answer]) -> Planted:
-    """Plants a change in what is answered with reuse, cold or warm."""
-    return lambda ask, warm, answer: change(answer) if SEPARATOR in ask.tokens else answer
+def with_reuse(change: Callable[[Answer], Answer], reuse: bool = True) -> Planted:
+    """Plants a change in what is answered with reuse, cold or warm, or in what is answered without."""
+    return lambda ask, warm, answer: change(answer) if (SEPARATOR in ask.tokens) is reuse else answer
 
 
 def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +115,7 @@ def test_a_model_without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_depends_on_the_model_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = replace(HYPIC, name="hypic-4@cdc", context="auto", islands="auto", mode="cdc")
     named = replace(HYPIC, name="hypic-4/text", context="text", islands="auto")
-    on = Method("hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc")
-    assert auto.on(DEFAULTS) == on
+    assert auto.on(DEFAULTS) == Method("hypic-4/query-15@cdc", "hypic", 4, "none", "query-15", "cdc")
     found = run(monkeypatch, methods=(named,))
     assert list(found.numbers) == [Method("hypic-4/text/query-15", "hypic", 4, "text", "query-15")]
 
@@ -148,7 +144,6 @@ def test_distributions_against_the_noise_of_another_engine(monkeypatch: pytest.M
         return replace(answer, logprobs=near)
 
     numbers = run(monkeypatch, model, Model(noisy)).numbers[HYPIC]
-    assert numbers.noise is not None and numbers.distances is not None
     assert 0 < numbers.noise.kl_p90 < 0.01 < 0.3 < numbers.distances.kl_p90
 
 
@@ -188,18 +183,15 @@ def test_logprobs_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, bad: floa
 
 
 def test_a_model_that_is_broken_without_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(ask: Ask, warm: bool, answer: Answer) -> Answer:
-        broken = {RIGHT: math.nan, WRONG: math.nan}
-        return answer if SEPARATOR in ask.tokens else replace(answer, logprobs=broken)
-
+    nan = {RIGHT: math.nan, WRONG: math.nan}
+    broken = with_reuse(lambda answer: replace(answer, logprobs=nan), reuse=False)
     with pytest.raises(MeasureError, match="model is broken without reuse: 12 logprobs"):
         run(monkeypatch, Model(broken))
 
 
 def test_tasks_that_are_no_prompts_or_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = replace(task(0), segments=("w", ""))
     with pytest.raises(TasksError, match=r"own: .*segment"):
-        run(monkeypatch, sets=[TaskSet("own", Metric.F1, (empty,))])
+        run(monkeypatch, sets=[TaskSet("own", Metric.F1, (replace(task(0), segments=("w", "")),))])
     long = task(9, documents=5)
     found = run(monkeypatch, sets=[TaskSet("own", Metric.EXACT, (task(0), long, task(1)))])
     assert found.left_out == 1 and found.numbers[HYPIC].answers[0].loss.n == 2

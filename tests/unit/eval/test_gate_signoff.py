@@ -13,19 +13,10 @@ import pytest
 
 from vllm_hypic.config.engine import HypicConfig, SegmentingConfig
 from vllm_hypic.errors import ConfigError
-from vllm_hypic.eval.gate import startup
+from vllm_hypic.eval.gate import signoff, startup
 from vllm_hypic.eval.gate.criteria import Limits, judge
 from vllm_hypic.eval.gate.identity import NEUTRAL, Subject, telling
-from vllm_hypic.eval.gate.signoff import (
-    FOLDER,
-    SignOff,
-    SignOffError,
-    _checksum,
-    default_folder,
-    path_in,
-    read,
-    write,
-)
+from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, read, write
 from vllm_hypic.eval.gate.startup import cheapest, command, find, look
 
 from .gate_numbers import answers, model, numbers, subject
@@ -39,8 +30,6 @@ def signed(of: Subject, *, lost: int = 0, right: int = 92, **changed: Any) -> Si
     return replace(one, **changed)
 
 
-Change = Callable[[dict[str, Any]], object]
-"""Of a sign-off's content."""
 OTHER = "is for other settings:"
 
 
@@ -59,7 +48,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "seal", "says"),  # seal: with a checksum that fits
+    ("change", "seal", "says"),  # of the content; with a checksum that fits
     [
         (lambda c: c.update(verdict="go"), False, "was changed since it was written"),
         (lambda c: c["evidence"].update(machine={}), False, "was changed since it was written"),
@@ -77,14 +66,14 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda c: c["subject"]["options"].update(seam_tokens=4), True, f"{OTHER} seam_tokens: 4, not 8"),
     ],
 )
-def test_what_does_not_count(tmp_path: Path, change: Change, seal: bool, says: str) -> None:
+def test_what_does_not_count(tmp_path: Path, change: Callable[..., object], seal: bool, says: str) -> None:
     path = path_in(tmp_path, subject())
     write(path, signed(subject(), lost=14))
     content = json.loads(path.read_text())
     change(content)
     if seal:
         content.pop("sha256", None)
-        content["sha256"] = _checksum(content)
+        content["sha256"] = signoff._checksum(content)
     path.write_text(json.dumps(content))
     with pytest.raises(SignOffError) as caught:
         read(path, subject())
@@ -155,8 +144,7 @@ def test_default_folder_and_a_user_without_a_home(monkeypatch: pytest.MonkeyPatc
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    for name in (FOLDER, "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv(FOLDER)
     monkeypatch.setattr(Path, "home", homeless)
     assert f"the user has no folder for sign-offs: set {FOLDER}" in find(None, subject()).says
 

@@ -13,10 +13,9 @@ from vllm_hypic.eval.fitting import PoolError, TasksError, refused
 from vllm_hypic.eval.methods import FULL, Method
 from vllm_hypic.eval.runner import evaluate
 from vllm_hypic.eval.task import ChatTemplate, Example, Task, encode
-from vllm_hypic.harness.engines import Engine
 from vllm_hypic.primitives.options import CONTEXT, ISLANDS, LINK, SEAM, SEGMENT
 
-from .stand_ins import SEPARATOR, Bar, BookingEngine, as_engine
+from .stand_ins import SEPARATOR, Bar, BookingEngine
 
 
 def task(number: int, documents: int = 2, words: int = 4) -> Task:
@@ -28,49 +27,43 @@ TASKS = [task(i) for i in range(5)]
 """Two words of system, twice four of documents, three of question."""
 
 
-def booked(**options: Any) -> tuple[BookingEngine, Engine, list[Example]]:
+def booked(**options: Any) -> tuple[BookingEngine, list[Example]]:
     """An engine, and the tasks as it is asked them."""
-    booking = BookingEngine(**options)
-    return booking, as_engine(booking), encode(as_engine(booking), TASKS, chat=False)
-
-
-def plain(booking: BookingEngine, number: int) -> list[int]:
-    [example] = encode(as_engine(booking), [TASKS[number]], chat=False)
-    return example.prompt.plain()
+    engine = BookingEngine(**options)
+    return engine, encode(engine, TASKS, chat=False)
 
 
 def test_segments_are_what_stands_between_separators() -> None:
-    booking = BookingEngine()
-    [example] = encode(as_engine(booking), [TASKS[0]], chat=False)
+    engine = BookingEngine()
+    [example] = encode(engine, [TASKS[0]], chat=False)
     assert [len(d) for d in example.prompt.documents] == [4, 4]
     assert (len(example.prompt.head), len(example.prompt.question)) == (2, 3)
-    template = ChatTemplate("mine")
-    [chat] = encode(as_engine(booking), [TASKS[0]], chat=True, template=template)
+    [chat] = encode(engine, [TASKS[0]], chat=True, template=ChatTemplate("mine"))
     assert chat.prompt.documents == example.prompt.documents
-    assert chat.prompt.question[-1] == booking.words["mine"]
+    assert chat.prompt.question[-1] == engine.words["mine"]
     # A segment that a template swallows is an error.
     empty = Task("few", "be brief", ("t1", " "), "what ?", ("right",), 6)
     with pytest.raises(ValueError, match="'few' has 2 segments, but its prompt has 2, of which 1 are empty"):
-        encode(as_engine(BookingEngine()), [empty], chat=False)
+        encode(BookingEngine(), [empty], chat=False)
 
 
 def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
-    booking, engine, examples = booked()
+    engine, examples = booked()
     done: list[int] = []
     methods = [link_method("hypic-8"), link_method("epic-2")]
     found = evaluate(engine, examples, methods, batch=3, done=done.append)
     assert list(found) == [FULL, *methods]
     assert done == [3, 2] * 3
     # Two batches each: full recompute asks once, the others before that without a question.
-    assert [len(b) for b in booking.batches] == [3, 2] + [3, 3, 2, 2] * 2
-    assert booking.resets == 6
+    assert [len(b) for b in engine.batches] == [3, 2] + [3, 3, 2, 2] * 2
+    assert engine.resets == 6
     for method in methods:
         # Two documents of four, and a leading segment of two.
         assert [o.cached for o in found[method]] == [10] * 5
         assert [o.computed for o in found[method]] == [3] * 5
     assert [o.cached for o in found[FULL]] == [0] * 5
-    full, warming, warm = booking.batches[0][0], booking.batches[2][0], booking.batches[3][0]
-    assert full.tokens == plain(booking, 0)
+    full, warming, warm = engine.batches[0][0], engine.batches[2][0], engine.batches[3][0]
+    assert full.tokens == examples[0].prompt.plain()
     assert (full.extra, full.logprobs_of, full.fresh, full.ignore_eos) == ({}, None, True, False)
     link = {LINK: "hypic", SEAM: 8, CONTEXT: "none", ISLANDS: "none", SEGMENT: "off"}
     assert warm.extra == warming.extra == link
@@ -81,27 +74,26 @@ def test_every_method_starts_with_nothing_and_reuses_its_own() -> None:
 
 
 def test_methods_that_differ_in_islands_read_the_same_records() -> None:
-    booking, engine, examples = booked()
+    engine, examples = booked()
     names = ("hypic-8/query-10", "hypic-8/text", "hypic-8", "hypic-8/text/query-5", "block")
     methods = [link_method(name) for name in names]
-    found = evaluate(engine, examples, methods)
-    assert list(found) == [FULL, *methods]
-    assert [[a.extra.get(ISLANDS) for a in asks[:1]] for asks in booking.batches] == [
+    assert list(evaluate(engine, examples, methods)) == [FULL, *methods]
+    assert [[a.extra.get(ISLANDS) for a in asks[:1]] for asks in engine.batches] == [
         *([None],),
         *(["query-10"], ["query-10"], ["none"]),
         *(["none"], ["none"], ["query-5"]),
         *(["none"], ["none"]),
     ]
-    assert booking.resets == 4
+    assert engine.resets == 4
 
 
 def test_what_a_mode_finds_was_there_with_another_question() -> None:
-    booking, engine, examples = booked()
+    engine, examples = booked()
     evaluate(engine, examples, [link_method("hypic-8@cdc"), link_method("hypic-8@structure")])
-    _, before, asked, _, chats = booking.batches
+    _, before, asked, _, chats = engine.batches
     for i, (one, two) in enumerate(zip(before, asked, strict=True)):
         assert one.extra[SEGMENT] == two.extra[SEGMENT] == "cdc" and not two.parts
-        assert two.tokens == plain(booking, i)
+        assert two.tokens == examples[i].prompt.plain()
         assert one.tokens[:10] == two.tokens[:10] and one.tokens[10:] != two.tokens[10:]
     assert [sum(chat.parts, ()) for chat in chats] == [tuple(chat.tokens) for chat in chats]
     assert all(len(chat.parts) == 4 for chat in chats)
@@ -109,11 +101,11 @@ def test_what_a_mode_finds_was_there_with_another_question() -> None:
 
 @pytest.mark.parametrize(("method", "same"), [(PREFIX, False), (PREFIX_SAME, True)])
 def test_what_the_prefix_cache_has_seen_before(method: Method, same: bool) -> None:
-    booking, engine, examples = booked()
+    engine, examples = booked()
     evaluate(engine, examples, [method])
-    _, before, asked = booking.batches
+    _, before, asked = engine.batches
     for i, (one, two) in enumerate(zip(before, asked, strict=True)):
-        assert two.tokens == plain(booking, i)
+        assert two.tokens == examples[i].prompt.plain()
         assert not one.fresh and not two.fresh and one.extra == two.extra == {}
         head, documents = two.tokens[:2], two.tokens[2:10]
         assert one.tokens == head + (documents if same else documents[4:] + documents[:4])
@@ -121,31 +113,31 @@ def test_what_the_prefix_cache_has_seen_before(method: Method, same: bool) -> No
 
 def test_a_small_pool_makes_smaller_batches() -> None:
     # A prompt takes 1 page for its leading segment and 2 for its documents.
-    booking, engine, examples = booked(pages=7)
+    engine, examples = booked(pages=7)
     evaluate(engine, examples, [])
-    assert [len(b) for b in booking.batches] == [2, 2, 1]
+    assert [len(b) for b in engine.batches] == [2, 2, 1]
     with pytest.raises(PoolError):
-        evaluate(as_engine(BookingEngine(pages=2)), examples, [])
+        evaluate(BookingEngine(pages=2), examples, [])
 
 
 def test_another_engine_is_compared_over_this_ones_tokens() -> None:
-    other, (_, engine, examples) = BookingEngine(), booked()
+    other, (engine, examples) = BookingEngine(), booked()
     full = evaluate(engine, examples, [])[FULL]
-    again = evaluate(as_engine(other), examples, [], references=full)[FULL]
+    again = evaluate(other, examples, [], references=full)[FULL]
     assert all(ask.logprobs_of == [11, 12, 13] for batch in other.batches for ask in batch)
     assert again == full
 
 
 def test_first_tokens_are_timed_alone_and_warm() -> None:
-    booking, engine, examples = booked()
+    engine, examples = booked()
     done: list[int] = []
     methods = [FULL, link_method("hypic-8"), link_method("block")]
     found = first_token_times(engine, examples, methods, 4, done=done.append)
     assert {m: s.values for m, s in found.items()} == {m: (0.5,) * 4 for m in methods}
     assert sum(done) == 12  # the first round is not counted
-    assert all(len(batch) == 1 for batch in booking.batches)
-    assert booking.resets == 15
-    timed = [b[0] for b in booking.batches if b[0].logprobs is None]
+    assert all(len(batch) == 1 for batch in engine.batches)
+    assert engine.resets == 15
+    timed = [b[0] for b in engine.batches if b[0].logprobs is None]
     assert len(timed) == 15
     # Each method was first once in the three rounds after the first.
     assert [ask.extra.get(LINK) for ask in timed[3::3]] == [None, "hypic", "block", None]
@@ -154,9 +146,8 @@ def test_first_tokens_are_timed_alone_and_warm() -> None:
 def study(booking: BookingEngine, noise: Any = None, keep: Any = lambda *_: None) -> tuple[Study, Bar]:
     bar: Any = Bar()
     usual: dict[str, Any] = {"chat": False, "template": ChatTemplate(), "ttft_repeats": 2, "skipped": []}
-    methods = [FULL, link_method("hypic-8")]
-    engines = {"engine": as_engine(booking), "noise": noise, "noise_name": "noise"}
-    return Study(**engines, methods=methods, steps=bar, keep=keep, **usual), bar
+    usual |= {"engine": booking, "noise": noise, "noise_name": "noise"}
+    return Study(methods=[FULL, link_method("hypic-8")], steps=bar, keep=keep, **usual), bar
 
 
 def test_a_family_is_run_scored_and_timed() -> None:
@@ -172,9 +163,8 @@ def test_a_family_is_run_scored_and_timed() -> None:
 
 
 def test_prompts_that_are_longer_than_the_context_are_left_out() -> None:
-    tasks = [*TASKS, task(9, words=40)]
     found, bar = study(BookingEngine(context=100))
-    found.add("few", tasks)
+    found.add("few", [*TASKS, task(9, words=40)])
     assert (found.results[0].prompts, found.results[0].left_out) == (5, 1)
     assert bar.total == 6 * 2 + 2 * 2  # the bar ends where it was said to end
     with pytest.raises(TasksError, match="few: no prompt fits the context of 20 tokens; the shortest has 13"):
@@ -183,8 +173,8 @@ def test_prompts_that_are_longer_than_the_context_are_left_out() -> None:
 
 def test_methods_that_a_dense_model_refuses() -> None:
     methods = [FULL, link_method("naive-8"), link_method("hypic-8"), link_method("prompt-cache")]
-    assert list(refused(as_engine(BookingEngine(linear=False)), methods)) == [methods[1]]
-    hybrid = refused(as_engine(BookingEngine()), methods)
+    assert list(refused(BookingEngine(linear=False), methods)) == [methods[1]]
+    hybrid = refused(BookingEngine(), methods)
     assert list(hybrid) == [methods[3]] and "fixed positions" in hybrid[methods[3]]
 
 

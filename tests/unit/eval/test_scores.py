@@ -114,8 +114,7 @@ def test_distance_to_the_reference() -> None:
     with pytest.raises(KeyError):
         score(task("x"), outcome("x", logprobs={1: -1.0}), outcome("y"))
     # Likelihood is of the forced tokens.
-    full = MethodAnswer("", (1, 2), LOGPROBS, 10, 0, forced=(-1.0, -3.0))
-    found = likelihood(full, outcome(""))
+    found = likelihood(MethodAnswer("", (1, 2), LOGPROBS, 10, 0, forced=(-1.0, -3.0)), outcome(""))
     assert (found.nll, found.kl, found.same_argmax) == (2.0, 0.0, True)
 
 

@@ -31,8 +31,7 @@ def made(name: str, generator: Generator | None, first: int = 0, count: int = 8)
 
 @pytest.mark.parametrize("name", [*FAMILIES, "English"])
 def test_shape_and_reproducibility(name: str, generator: Generator) -> None:
-    families = (*ENGLISH, *QUESTIONS, *CONTINUATIONS) if name == "English" else [name]
-    for family in families:
+    for family in (*ENGLISH, *QUESTIONS, *CONTINUATIONS) if name == "English" else [name]:
         of = None if name == "English" else generator
         if not suits(family, of):
             with pytest.raises(ValueError, match=repr(family)):
@@ -133,12 +132,10 @@ def test_english_documents_have_the_length_asked_for(name: str) -> None:
 def test_the_needle_stands_once() -> None:
     places = set()
     for task in in_english("needle", 30, documents=6, tokens=200):
-        key = re.fullmatch(r"Question: What is the secret number of the (.+)\?\nAnswer:", task.question)
-        assert key is not None
-        holding = [i for i, s in enumerate(task.segments) if task.answers[0] in s]
-        assert len(holding) == 1
-        assert f"The secret number of the {key.group(1)} is {task.answers[0]}." in task.segments[holding[0]]
-        places.add(holding[0])
+        [key] = re.findall(r"\AQuestion: What is the secret number of the (.+)\?\nAnswer:\Z", task.question)
+        [holding] = [i for i, s in enumerate(task.segments) if task.answers[0] in s]
+        assert f"The secret number of the {key} is {task.answers[0]}." in task.segments[holding]
+        places.add(holding)
     assert places == set(range(6))
 
 
@@ -190,9 +187,8 @@ def read(task: Task) -> tuple[dict[tuple[str, str], list[str]], dict[str, str]]:
     told: dict[tuple[str, str], list[str]] = {}
     places: dict[str, str] = {}
     for segment in task.segments:
-        header = segment.split()[1]
         for fact in FACT.finditer(segment):
-            subject = header if fact["subject"] == "|" else fact["subject"]
+            subject = segment.split()[1] if fact["subject"] == "|" else fact["subject"]
             told.setdefault((subject, fact["relation"]), []).append(fact["value"])
         places |= {move["who"]: move["place"] for move in MOVE.finditer(segment)}
     return told, places
@@ -227,7 +223,6 @@ def test_answers_are_in_the_documents(generator: Generator, kind: str) -> None:
 def test_the_last_move_is_not_the_only_one() -> None:
     """Else the kind asks nothing of the order of documents."""
     generator = find_generator(EXAMPLE.parent / "hybrid-notes" / "model")
-    assert generator is not None
     for task in FAMILIES["latest"].make(Source(generator), 0, 40, 6, 100):
         who = task.question.split()[2]
         assert sum(move["who"] == who for s in task.segments for move in MOVE.finditer(s)) >= 2
@@ -254,12 +249,11 @@ def test_the_gold_answer_stands_once_in_what_is_read(name: str) -> None:
 
 def test_what_two_hops_updates_and_prices_ask_for() -> None:
     for task in natural("hops", 20):
-        found = re.match("In which office does (.+) work, and what is the (.+) of that office", task.question)
-        assert found is not None
-        [works] = [s for s in task.segments if f"{found[1]} works in the " in s]
-        city = re.search(rf"{found[1]} works in the (\w+) office", works)
-        assert city is not None
-        told = f"The {found[2]} of the {city[1]} office is {task.answers[0]}."
+        asked = "^In which office does (.+) work, and what is the (.+) of that office"
+        [(who, what)] = re.findall(asked, task.question)
+        [works] = [s for s in task.segments if f"{who} works in the " in s]
+        [city] = re.findall(rf"{who} works in the (\w+) office", works)
+        told = f"The {what} of the {city} office is {task.answers[0]}."
         [tells] = [s for s in task.segments if told in s]
         assert tells != works
     for task in natural("updates", 10):

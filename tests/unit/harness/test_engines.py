@@ -107,9 +107,8 @@ def test_overhead(tmp_path: Path) -> None:
     decode = ("--decode-context", "200", "--decode-tokens", "4")
     report = measured(tmp_path, "overhead", *TINY, "--lengths", "40", "--grid", "2x80", *decode)
     assert report["gate"] == {"plain_equals_stock": True, "plain_operators": {}, "cold_equals_warm": True}
-    overheads = report["results"]["overheads"]
     for name in ("plain", "plain_decode", "cold", "decode"):
-        [pair] = overheads[name]
+        [pair] = report["results"]["overheads"][name]
         assert len(pair["ratio"]["values"]) == 2
         assert pair["ratio"]["min"] > 0
 

@@ -17,8 +17,7 @@ def test_the_same_seed_writes_the_same() -> None:
 def test_documents_are_fresh_and_of_ordinary_tokens() -> None:
     writer = Writer(VOCABULARY, 0)
     prompts = [writer.prompt(4, 50, head=8, question=8) for _ in range(3)]
-    documents = [d for p in prompts for d in p.documents]
-    assert len(set(documents)) == 12
+    assert len({d for p in prompts for d in p.documents}) == 12
     assert all(token in VOCABULARY for p in prompts for token in p.plain())
 
 

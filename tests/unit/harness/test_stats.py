@@ -83,10 +83,8 @@ def test_only_the_references_top_tokens_count() -> None:
 
 def test_kl_is_that_of_the_two_way_split() -> None:
     """With one likely token and the rest lumped together, KL is that of two coins."""
-    reference = {0: math.log(0.75)}
-    other = {0: math.log(0.5)}
     expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
-    assert distance(reference, other).kl == pytest.approx(expected)
+    assert distance({0: math.log(0.75)}, {0: math.log(0.5)}).kl == pytest.approx(expected)
 
 
 def test_fidelity_has_medians_worst_cases_and_agreement() -> None:
@@ -103,6 +101,7 @@ def answer(cached: int = 0, logprobs: dict[int, float] | None = None) -> Answer:
     return Answer((7,), (0.5,), logprobs or {7: -1.0}, 100, cached)
 
 
+ONE_BIT_MORE = {7: math.nextafter(-1.0, 0)}
 SEAMS, ISLANDS = (parse_link("hypic", 8, "none", islands) for islands in ("none", "query-50"))
 
 
@@ -117,10 +116,7 @@ def test_what_passes() -> None:
 @pytest.mark.parametrize(
     ("call", "why"),
     [
-        (
-            lambda: gate.require_same("answers", answer(), answer(logprobs={7: math.nextafter(-1.0, 0)})),
-            "answers differ",
-        ),
+        (lambda: gate.require_same("answers", answer(), answer(logprobs=ONE_BIT_MORE)), "answers differ"),
         (
             lambda: gate.require_reuse(answer(cached=95), 2, 64, SEAMS),
             "95 of 100 tokens were reused, expected at least 96",

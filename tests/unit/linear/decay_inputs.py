@@ -53,40 +53,26 @@ class Layer(DecayingLayer):
     out_tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
     @staticmethod
-    def make(
-        shape: Shape,
-        tokens: int,
-        dtype: torch.dtype = torch.float32,
-        state: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> Layer:
-        """Decays from 0.7 to next to 1: some heads forget within a few tokens and others remember hundreds.
-
-        ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
-        """
-        gen = torch.Generator().manual_seed(seed)
+    def drawn(shape: Shape, rows: int, gen: torch.Generator, *dtypes: torch.dtype) -> Layer:
+        """Decays from 0.7 to next to 1: some heads forget within a few tokens, others remember hundreds."""
+        dtype, single, state = dtypes
         heads, K, V = shape.heads, shape.K, shape.V
-        single = torch.float64 if dtype == torch.float64 else torch.float32
-        rows = tokens + 2 * PAD
 
         def poisoned(*size: int) -> Tensor:
             return amid_poison(torch.randn(rows, *size, generator=gen))
 
         # Rows of wider matrices, as a projection's parts are.
-        wide = poisoned(heads, 2 * K + V).to(dtype)
-        q, k, v = wide.split([K, K, V], dim=-1)
+        q, k, v = poisoned(heads, 2 * K + V).to(dtype).split([K, K, V], dim=-1)
         rates = 0.35 * 0.6 ** torch.arange(heads, dtype=torch.float64)
         g = -rates[:, None] * poisoned(heads, K).exp() if shape.channel_gates else -rates
         angles = torch.arange(POSITIONS)[:, None] * 100.0 ** (-torch.arange(shape.rotated // 2) / 8).double()
-        held = cache(3, heads, K, V, dtype=dtype if dtype == torch.float64 else state)
-        records = Records(
-            unwritten(SLOTS, heads, K, V, dtype=single), unwritten(SLOTS, *shape.decays, dtype=single)
-        )
+        records = Records(*(unwritten(SLOTS, *size, dtype=single) for size in ((heads, K, V), shape.decays)))
         carries = [emptied(DecayAttentionCarry.beside(records)) for _ in range(SLOTS)]
         out = unwritten(rows, heads, V, dtype=dtype)
         table = torch.cat([angles.cos(), angles.sin()], dim=1).to(single)
         inputs = DecayAttentionInputs(q, k, v, g.to(single))
-        return Layer(shape, inputs, None, StateCaches(slots(), held), out, records, carries, table)
+        caches = StateCaches(slots(), cache(3, heads, K, V, dtype=state))
+        return Layer(shape, inputs, None, caches, out, records, carries, table)
 
     def rotated_from(self, position: int) -> Layer:
         """The layer with q and k as if its rows stood at positions from here on, the first at `position`."""

@@ -1,20 +1,15 @@
 """What tests of layers have in common whose states decay elementwise, by numbers that no write changes:
 Mamba1, Mamba2, decaying linear attention.  T of a run of tokens is the exponential of a sum."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from vllm_hypic.backends.ops.program import Mode
+from .layers import NONE, PAD, SLOTS, Composed, Segment, World, every_kind, relative, run_compose
 
-from .layers import PAD, SLOTS, Composed, Segment, World, every_kind, relative, run_compose
-
-NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 CACHE_STEP = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """Half a step of a cache's dtype, relative."""
 
@@ -33,6 +28,36 @@ class DecayingLayer(World):
     out_tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 4e-3}
     """Of outputs, which are rounded to that dtype."""
     sums_tolerance: ClassVar[float] = 1e-6
+
+    @classmethod
+    def make(
+        cls,
+        shape: Any,
+        tokens: int,
+        dtype: torch.dtype = torch.float32,
+        state: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> Self:
+        """``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache."""
+        others = (dtype, dtype) if dtype == torch.float64 else (torch.float32, state)
+        return cls.drawn(shape, tokens + 2 * PAD, torch.Generator().manual_seed(seed), dtype, *others)
+
+    @classmethod
+    def drawn(cls, shape: Any, rows: int, gen: torch.Generator, *dtypes: torch.dtype) -> Self:
+        """``dtypes``: of the inputs, of what is float32 in other layers, of vLLM's cache of states."""
+        raise NotImplementedError
+
+    @classmethod
+    def every_kind_composed(cls, added: int, shape: Any, *dtypes: torch.dtype) -> tuple[Self, list[Composed]]:
+        """A layer, and composed requests of every kind, of which one goes on from an earlier pass; none is of
+        batch row 3."""
+        tokens, requests = every_kind(added, 3)
+        layer = cls.make(shape, tokens, *dtypes)
+        for slot in range(4):
+            layer.random_record(slot, slot)
+        layer.added_up()[2:4] = layer.ended
+        layer.resume(2)
+        return layer, requests
 
     def transition(self, slot: int) -> Tensor:
         """T of a record, float64, to be multiplied with its state."""
@@ -54,27 +79,10 @@ class DecayingLayer(World):
         self.added_up()[slot] *= self.most
 
 
-LayerT = TypeVar("LayerT", bound=DecayingLayer)
-
-
 def scanned(module: ModuleType, layer: DecayingLayer, batch_row: int, first: int, tokens: int) -> Tensor:
     """State after these tokens from zero."""
     run_compose(module, layer, [(batch_row, False, [(first, tokens, -1, NONE)])])
     return layer.state(batch_row).clone()
-
-
-def every_kind_composed(
-    make: Callable[[int], LayerT], *, added: int = 29, query: int = 3
-) -> tuple[LayerT, list[Composed]]:
-    """The layer made for so many tokens, and composed requests of every kind, of which one goes on from an
-    earlier pass; none is of batch row 3."""
-    tokens, requests = every_kind(added, query)
-    layer = make(tokens)
-    for slot in range(4):
-        layer.random_record(slot, slot)
-    layer.added_up()[2:4] = layer.ended
-    layer.resume(2)
-    return layer, requests
 
 
 def check_segments(

@@ -1,9 +1,8 @@
 """The linear families' layer operators: which layers they run, at which sizes, and what they promise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import ModuleType
@@ -110,13 +109,6 @@ LONGER = {
 ALL_CACHES = (F32, BF16, F16)
 
 
-def every_kind(inputs: Any, added: int) -> Callable[..., Any]:
-    """Composed requests of every kind."""
-    return lambda shape, dtype, state: decaying.every_kind_composed(
-        lambda tokens: inputs.Layer.make(shape, tokens, dtype, state), added=added
-    )
-
-
 def decay_kind(name: str, small: Any) -> Kind:
     shapes = [shape for shape in DA_SHAPES if shape.channel_gates == small.channel_gates]
     return Kind(
@@ -128,7 +120,7 @@ def decay_kind(name: str, small: Any) -> Kind:
         special={"threads": replace(small, heads=6)},
         serves=lambda s, dtype: not (s.K % 16 or s.V % 16 or dtype == F64),
         caches=[*product(shapes, (F64, F32, BF16), ALL_CACHES)],
-        composed=every_kind(decay_inputs, 29),
+        composed=partial(decay_inputs.Layer.every_kind_composed, 29),
         broken={"q": False, "k": True, "v": True},
         chunk=64,
         extreme=lambda layer, g: replace(layer, x=replace(layer.x, g=torch.full_like(layer.x.g, g))),
@@ -178,7 +170,7 @@ KINDS = {
             special={"parts": M1(8, 12), "scan": M1(8, 8), "long": M1(16, 4), "threads": M1(128, 16)},
             serves=lambda s, dtype: not (s.channels % 16 or s.N % 4 or dtype == F64),
             caches=[*product(M1_SHAPES, (F64, F32, BF16), ALL_CACHES)],
-            composed=every_kind(mamba1_inputs, 29),
+            composed=partial(mamba1_inputs.Layer.every_kind_composed, 29),
             one_pass=True,
             # The others are read by their own row alone.
             broken={"x": True, "dt": True, "gate": False, "B": True, "C": False},
@@ -200,7 +192,7 @@ KINDS = {
             },
             serves=lambda s, dtype: not (s.P % 16 or s.N % 16 or dtype == F64),
             caches=[*product(M2_SHAPES, (F64, F32, BF16), [F32]), (SMALL2, F32, BF16), (SMALL2, F32, F16)],
-            composed=every_kind(mamba2_inputs, 129),  # longer than two chunks
+            composed=partial(mamba2_inputs.Layer.every_kind_composed, 129),  # longer than two chunks
             sizes=([1, 2, 3, 63], [64, 65, 129, 300]),
             broken={"mixed": True, "dt": True},
             extreme=mamba2_inputs.Layer.with_decay,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,21 +13,8 @@ from torch import Tensor
 from vllm_hypic.backends.ops.gated_delta import GatedDeltaCarry, GatedDeltaInputs, GatedDeltaWeights
 from vllm_hypic.backends.ops.linear_layer.arguments import LayerCaches
 
-from .layers import (
-    PAD,
-    SLOTS,
-    Composed,
-    Segment,
-    World,
-    amid_poison,
-    cache,
-    compose_program,
-    every_kind,
-    segment_program,
-    slots,
-    step_biases,
-    unwritten,
-)
+from . import layers
+from .layers import PAD, SLOTS, Composed, Segment, World, compose_program, segment_program, unwritten
 
 __all__ = ["PAD", "SLOTS", "Composed", "Layer", "Records", "Segment", "Shape", "compose_program",
            "every_kind_composed", "segment_program"]  # fmt: skip
@@ -70,13 +58,9 @@ class Layer(World):
     @staticmethod
     def make(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Layer:
         """Gates as Mamba and GDN initialise them: A in [1, 16], step sizes log-uniform in [1e-3, 1e-1]."""
-        gen = torch.Generator().manual_seed(seed)
-        s = shape
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=gen)
-
-        bias = step_biases(gen, *s.gates)
+        s, gen = shape, torch.Generator().manual_seed(seed)
+        normal = partial(torch.randn, generator=gen)
+        bias = layers.step_biases(gen, *s.gates)
         weights = GatedDeltaWeights.prepare(
             0.5 * normal(s.channels, s.taps),
             0.1 * normal(s.channels) if s.bias else None,
@@ -89,38 +73,24 @@ class Layer(World):
         )
         rows = tokens + 2 * PAD
         mixed, a, b = normal(rows, s.channels), 0.5 * normal(rows, *s.gates), normal(rows, s.heads)
-        x = GatedDeltaInputs(*(amid_poison(t).to(dtype) for t in (mixed, a, b)))
-        caches = LayerCaches(
-            slots(),
-            cache(2, s.taps - 1, s.channels, dtype=dtype),
-            cache(3, s.heads, s.K, s.V, dtype=torch.float32),
-        )
+        x = GatedDeltaInputs(*(layers.amid_poison(t).to(dtype) for t in (mixed, a, b)))
+        conv = layers.cache(2, s.taps - 1, s.channels, dtype=dtype)
+        caches = LayerCaches(layers.slots(), conv, layers.cache(3, s.heads, s.K, s.V, dtype=torch.float32))
         records = Records(
             unwritten(SLOTS, s.heads, s.K, s.V),
             unwritten(SLOTS, s.taps - 1, s.channels, dtype=dtype),
             unwritten(SLOTS * s.heads, s.K, s.K, dtype=torch.half),
             torch.arange(SLOTS * s.heads, dtype=torch.int32).flip(0).reshape(SLOTS, s.heads).clone(),
         )
-        carries = [
-            GatedDeltaCarry(
-                unwritten(s.heads, s.K, s.K),
-                unwritten(s.heads, s.K, s.V),
-                torch.full((s.heads,), -7, dtype=torch.int32),
-            )
-            for _ in range(SLOTS)
-        ]
+        carries = [layers.emptied(GatedDeltaCarry.beside(records.state)) for _ in range(SLOTS)]
         return Layer(shape, x, weights, caches, unwritten(rows, s.heads, s.V, dtype=dtype), records, carries)
 
-    def with_gates(self, g: float | None = None) -> Layer:
+    def with_gates(self, g: float) -> Layer:
         """All tokens of all heads decay by e^g; not of shapes with a `gate_bound`."""
-        if g is None:
-            return self
-        heads = self.shape.heads
         # softplus(x) = x to float32's precision for such x
         bias = torch.full_like(self.weights.dt_bias, 40.0)
-        weights = replace(self.weights, rate=torch.full((heads,), g / 40), dt_bias=bias)
-        x = replace(self.x, a=torch.zeros_like(self.x.a))
-        return replace(self, weights=weights, x=x)
+        weights = replace(self.weights, rate=torch.full((self.shape.heads,), g / 40), dt_bias=bias)
+        return replace(self, weights=weights, x=replace(self.x, a=torch.zeros_like(self.x.a)))
 
     def transition(self, slot: int) -> Tensor:
         blocks = self.records.block_of[slot].long()
@@ -145,7 +115,7 @@ def every_kind_composed(
     shape: Shape, dtype: torch.dtype, *, added: int, query: int
 ) -> tuple[Layer, list[Composed]]:
     """A layer and these requests."""
-    tokens, requests = every_kind(added, query)
+    tokens, requests = layers.every_kind(added, query)
     layer = Layer.make(shape, tokens, dtype)
     for slot in range(4):
         layer.random_record(slot, slot, dead=[0] if slot == 1 else range(shape.heads) if slot == 2 else ())

@@ -18,6 +18,7 @@ SLOTS = 7
 """Of caches and of records."""
 PAD = 3
 """Poisoned token rows before and after those of a test."""
+NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 KEPT = {"slots", "conv", "conv_tail", "block_of", "alive"}
 """Integers, and the caches and inputs of convolutions: of one dtype in every layer."""
 
@@ -33,7 +34,8 @@ def cache(apart: int, *size: int, dtype: torch.dtype) -> Tensor:
 
 def emptied(carry: Any) -> Any:
     for field in fields(carry):
-        getattr(carry, field.name).fill_(torch.nan)
+        held = getattr(carry, field.name)
+        held.fill_(torch.nan if held.is_floating_point() else -7)
     return carry
 
 
@@ -110,12 +112,13 @@ class World:
             held[slot] = torch.randn(held[slot].shape, generator=gen).to(held.dtype)
 
     def random_record(self, slot: int, seed: int) -> None:
-        raise NotImplementedError
+        gen = torch.Generator().manual_seed(seed)
+        for held in vars(self.records).values():
+            held[slot] = torch.randn(held[slot].shape, generator=gen).to(held.dtype)
 
     def _operator(self, module: ModuleType, name: str, *program: Any) -> None:
-        weights = [] if self.weights is None else [self.weights]
-        given = self.x, *weights, self.caches, self.out, self.records
-        getattr(module, f"{self.family}_{name}")(*given, *program)
+        given = self.x, self.weights, self.caches, self.out, self.records
+        getattr(module, f"{self.family}_{name}")(*(part for part in given if part is not None), *program)
 
     def segments(self, module: ModuleType, rows: Tensor, *options: Any) -> None:
         """A module's operator for rows of segment requests."""
@@ -216,18 +219,17 @@ def every_kind(added: int, query: int) -> tuple[int, list[Composed]]:
     one.  Batch row 2 goes on from an earlier pass; no request is of batch row 3.
     """
     end = 219 + added + query
-    none, replace_, transition, add, restore = Mode
     return end + 32, [
         # leading record, seams, two records side by side, a query
-        (0, False, [(0, 0, 3, replace_), (0, 8, 0, transition), (8, 16, 1, transition),
-                    (24, 0, 0, transition), (24, 40, -1, none)]),
-        (2, True, [(70, 1, 1, transition), (71, 2, 2, transition), (73, 33, -1, none)]),
+        (0, False, [(0, 0, 3, REPLACE), (0, 8, 0, TRANSITION), (8, 16, 1, TRANSITION),
+                    (24, 0, 0, TRANSITION), (24, 40, -1, NONE)]),
+        (2, True, [(70, 1, 1, TRANSITION), (71, 2, 2, TRANSITION), (73, 33, -1, NONE)]),
         # no leading segment; ends in a record
-        (1, False, [(110, 31, 0, transition), (141, 65, 1, transition), (206, 0, -1, none)]),
-        (5, False, [(210, 9, 0, add), (219, added, 1, add), (219 + added, query, -1, none)]),
-        (4, False, [(end + 1, 0, 0, transition), (end + 1, 1, -1, none)]),
+        (1, False, [(110, 31, 0, TRANSITION), (141, 65, 1, TRANSITION), (206, 0, -1, NONE)]),
+        (5, False, [(210, 9, 0, ADD), (219, added, 1, ADD), (219 + added, query, -1, NONE)]),
+        (4, False, [(end + 1, 0, 0, TRANSITION), (end + 1, 1, -1, NONE)]),
         # islands: from nothing, behind a head, one after the other, and where the pass ends
-        (6, False, [(end + 2, 3, -1, restore), (end + 5, 0, 0, transition), (end + 5, 2, -1, none),
-                    (end + 7, 8, -1, restore), (end + 15, 1, -1, restore), (end + 16, 0, 1, transition),
-                    (end + 16, 4, -1, none), (end + 20, 10, -1, restore), (end + 30, 0, -1, none)]),
+        (6, False, [(end + 2, 3, -1, RESTORE), (end + 5, 0, 0, TRANSITION), (end + 5, 2, -1, NONE),
+                    (end + 7, 8, -1, RESTORE), (end + 15, 1, -1, RESTORE), (end + 16, 0, 1, TRANSITION),
+                    (end + 16, 4, -1, NONE), (end + 20, 10, -1, RESTORE), (end + 30, 0, -1, NONE)]),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,40 +34,22 @@ class Layer(DecayingLayer):
     family, sums, ended, most = "mamba1", "elapsed", torch.inf, 0.3
 
     @staticmethod
-    def make(
-        shape: Shape,
-        tokens: int,
-        dtype: torch.dtype = torch.float32,
-        state: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> Layer:
-        """Gates as Mamba initialises them: A from -1 to -N, step sizes log-uniform in [1e-3, 1e-1].
-
-        ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
-        """
-        gen = torch.Generator().manual_seed(seed)
-        channels, N = shape.channels, shape.N
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=gen)
-
+    def drawn(shape: Shape, rows: int, gen: torch.Generator, *dtypes: torch.dtype) -> Layer:
+        """Gates as Mamba initialises them: A from -1 to -N, step sizes log-uniform in [1e-3, 1e-1]."""
+        dtype, single, state = dtypes
+        channels, N, normal = shape.channels, shape.N, partial(torch.randn, generator=gen)
         bias = step_biases(gen, channels)
         weights = Mamba1Weights.prepare(-torch.arange(1.0, N + 1).expand(channels, N), bias, normal(channels))
-        rows = tokens + 2 * PAD
         x, dt, gate = normal(rows, channels), 0.5 * normal(rows, channels), normal(rows, channels)
         B, C = (amid_poison(normal(rows, N)).to(dtype) for _ in range(2))
         # Rows of wider matrices, as a projection's parts are.
         wide = amid_poison(torch.cat([x, dt, gate], dim=1)).to(dtype)
-        single = torch.float64 if dtype == torch.float64 else torch.float32
-        caches = StateCaches(slots(), cache(3, channels, N, dtype=dtype if dtype == torch.float64 else state))
-        records = Records(
-            unwritten(SLOTS, channels, N, dtype=single), unwritten(SLOTS, channels, dtype=single)
-        )
+        caches = StateCaches(slots(), cache(3, channels, N, dtype=state))
+        records = Records(*(unwritten(SLOTS, *size, dtype=single) for size in ((channels, N), (channels,))))
         carries = [emptied(Mamba1Carry.beside(records.state)) for _ in range(SLOTS)]
         out = unwritten(rows, channels, dtype=dtype)
-        return Layer(
-            shape, Mamba1Inputs(*wide.split(channels, dim=1), B, C), weights, caches, out, records, carries
-        )
+        inputs = Mamba1Inputs(*wide.split(channels, dim=1), B, C)
+        return Layer(shape, inputs, weights, caches, out, records, carries)
 
     def with_steps(self, dt: float) -> Layer:
         """All step sizes are softplus of this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -46,22 +47,10 @@ class Layer(DecayingLayer):
     tolerance: ClassVar = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-4}
 
     @staticmethod
-    def make(
-        shape: Shape,
-        tokens: int,
-        dtype: torch.dtype = torch.float32,
-        state: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> Layer:
-        """Gates as Mamba2 initialises them: A in [-16, -1], step sizes log-uniform in [1e-3, 1e-1].
-
-        ``dtype``: of the inputs; in float64 all else is, too.  ``state``: of vLLM's cache.
-        """
-        gen, s = torch.Generator().manual_seed(seed), shape
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=gen)
-
+    def drawn(shape: Shape, rows: int, gen: torch.Generator, *dtypes: torch.dtype) -> Layer:
+        """Gates as Mamba2 initialises them: A in [-16, -1], step sizes log-uniform in [1e-3, 1e-1]."""
+        dtype, single, state = dtypes
+        s, normal = shape, partial(torch.randn, generator=gen)
         bias = step_biases(gen, s.heads)
         weights = Mamba2Weights.prepare(
             0.5 * normal(s.channels, s.taps),
@@ -71,14 +60,8 @@ class Layer(DecayingLayer):
             normal(s.heads),
             s.groups,
         )
-        rows = tokens + 2 * PAD
         mixed, dt = normal(rows, s.channels), 0.5 * normal(rows, s.heads)
-        single = torch.float64 if dtype == torch.float64 else torch.float32
-        caches = LayerCaches(
-            slots(),
-            cache(2, s.taps - 1, s.channels, dtype=dtype),
-            cache(3, s.heads, s.P, s.N, dtype=dtype if dtype == torch.float64 else state),
-        )
+        conv, held = cache(2, s.taps - 1, s.channels, dtype=dtype), cache(3, s.heads, s.P, s.N, dtype=state)
         records = Records(
             unwritten(SLOTS, s.heads, s.P, s.N, dtype=single),
             unwritten(SLOTS, s.taps - 1, s.channels, dtype=dtype),
@@ -87,7 +70,7 @@ class Layer(DecayingLayer):
         carries = [emptied(Mamba2Carry.beside(records.state)) for _ in range(SLOTS)]
         inputs = Mamba2Inputs(*(amid_poison(t).to(dtype) for t in (mixed, dt)))
         out = unwritten(rows, s.heads, s.P, dtype=dtype)
-        return Layer(shape, inputs, weights, caches, out, records, carries)
+        return Layer(shape, inputs, weights, LayerCaches(slots(), conv, held), out, records, carries)
 
     def with_decay(self, g: float) -> Layer:
         """All tokens of all heads decay by e^g; their step size is 1."""

@@ -1,10 +1,9 @@
 """Our float64 references against others' code, which is float32: flash-linear-attention's naive recurrences,
 transformers' layers."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +16,7 @@ from vllm_hypic.backends.ops.gated_delta import reference as gated_delta
 from vllm_hypic.backends.ops.mamba1 import reference as mamba1
 from vllm_hypic.backends.ops.mamba2 import reference as mamba2
 
-from .decaying import NONE
-from .layers import PAD, relative, run_compose
+from .layers import NONE, PAD, relative, run_compose
 from .mamba2_inputs import Layer, Shape
 from .test_gated_delta import gated_delta_inputs
 
@@ -80,17 +78,16 @@ def test_linear_attention_with_decays() -> None:
     q, k = (torch.randn(TOKENS, heads, K, generator=gen) for _ in range(2))
     v, before = torch.randn(TOKENS, heads, V, generator=gen), torch.randn(heads, K, V, generator=gen)
     gates = -torch.rand(TOKENS, heads, K, generator=gen)
-    out, state = naive("gla").naive_recurrent_gla(
-        q[None], k[None], v[None], gates[None], before[None], output_final_state=True
-    )
+    single = [t[None] for t in (q, k, v)]
+    rule = naive("gla").naive_recurrent_gla
+    out, state = rule(*single, gates[None], before[None], output_final_state=True)
     double = [t.double() for t in (q, k, v)]
     ours, after = decay_attention.scan(*double, gates.double(), before[None].double())
     assert relative(out[0], ours / K**0.5) < FP32 and relative(state[0], after[0]) < FP32
 
     constant = gates[:1, :, :1].expand(TOKENS, -1, -1)
-    out, state = naive("simple_gla").naive_recurrent_simple_gla(
-        q[None], k[None], v[None], constant[None, ..., 0], 1.0, before[None]
-    )
+    rule = naive("simple_gla").naive_recurrent_simple_gla
+    out, state = rule(*single, constant[None, ..., 0], 1.0, before[None])
     ours, after = decay_attention.scan(*double, constant.double(), before[None].double())
     assert relative(out[0], ours) < FP32 and relative(state[0], after[0]) < FP32
 
@@ -127,21 +124,12 @@ def test_mamba2_is_transformers() -> None:
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
     gen = torch.Generator().manual_seed(0)
-    n, H, G, P, N = 150, 6, 2, 8, 16
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=gen)
-
+    normal, (n, H, G, P, N) = partial(torch.randn, generator=gen), (150, 6, 2, 8, 16)
     x, dt, B, C, S = normal(n, H, P), normal(n, H), normal(n, G, N), normal(n, G, N), normal(H, P, N)
     A, D, bias = -torch.rand(H, generator=gen), normal(H), normal(H)
-    theirs, state = mamba2_chunk_scan(
-        *(x[None], dt[None], A, B[None], C[None], 32),
-        D=D,
-        dt_bias=bias,
-        initial_states=S[None],
-        dt_softplus=True,
-        return_final_states=True,
-    )
+    options = {"D": D, "dt_bias": bias, "initial_states": S[None], "dt_softplus": True}
+    inputs = x[None], dt[None], A, B[None], C[None]
+    theirs, state = mamba2_chunk_scan(*inputs, 32, return_final_states=True, **options)
     ours, after = mamba2.scan(x, F.softplus(dt.double() + bias), A, B, C, D, S)
     assert relative(theirs[0], ours) < 1e-6 and relative(state[0], after) < 1e-6
 
@@ -150,12 +138,10 @@ def test_mamba2_convolves_as_torch_does() -> None:
     layer = Layer.make(Shape(1, 1, 4, 4), 30, torch.float64)
     run_compose(mamba2, layer, [(0, False, [(0, 30, -1, NONE)])])
     rows, w = layer.x.mixed[PAD : PAD + 30], layer.weights
-    assert w.bias is not None
     padded = F.pad(rows.T, (3, 0))[None]
     total = F.conv1d(padded, w.weight.double().T[:, None], w.bias.double(), groups=12)[0].T
     x, B, C = F.silu(total).split(4, dim=-1)
     d = F.softplus(layer.x.dt[PAD : PAD + 30] + w.dt_bias)
-    zero = torch.zeros(1, 4, 4)
-    y, state = mamba2.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, zero)
+    y, state = mamba2.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, torch.zeros(1, 4, 4))
     assert relative(layer.outputs(0, 30), y) < 1e-12 and relative(layer.state(0), state) < 1e-12
     assert torch.equal(layer.context(0), rows[-3:])

@@ -1,7 +1,5 @@
 """What kernels refuse is served in PyTorch; bad arguments are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,8 +12,7 @@ from vllm_hypic.backends.ops import decay_attention, gated_delta, mamba1, mamba2
 from vllm_hypic.backends.ops.linear_layer import limits as shared
 
 from . import decay_inputs, layer_inputs, mamba1_inputs, mamba2_inputs
-from .decaying import NONE, TRANSITION
-from .layers import Segment, run_compose, run_segments
+from .layers import NONE, TRANSITION, Segment, run_compose, run_segments
 
 MAMBA2, DECAY = mamba2_inputs.Shape(4, 2, 16, 32), decay_inputs.Shape(3, 32, 16, rotated=16)
 
@@ -25,20 +22,17 @@ def test_what_mamba1s_kernels_refuse() -> None:
         layer = mamba1_inputs.Layer.make(mamba1_inputs.Shape(32, 16), 4, state=state)
         assert mamba1.choose(layer.x, layer.caches) is mamba1.native
     odd = mamba1_inputs.Layer.make(mamba1_inputs.Shape(24, 16), 4)
-    assert "24 channels with states of 16, not multiples" in str(
-        mamba1.native.refuses(torch.float32, odd.caches.state)
-    )
+    says = mamba1.native.refuses(torch.float32, odd.caches.state)
+    assert "24 channels with states of 16, not multiples" in str(says)
     assert mamba1.choose(odd.x, odd.caches) is mamba1.eager
     assert "inputs in torch.float16" in str(mamba1.native.refuses(torch.float16, layer.caches.state))
     assert "states in torch.float64" in str(mamba1.native.refuses(torch.float32, layer.caches.state.double()))
 
 
 def test_what_mamba2s_kernels_refuse() -> None:
-    layer = mamba2_inputs.Layer.make(MAMBA2, 4)
-    assert mamba2.choose(layer.weights, layer.caches) is mamba2.native
-    for state in (torch.bfloat16, torch.float16):
-        half = mamba2_inputs.Layer.make(MAMBA2, 4, state=state)
-        assert mamba2.choose(half.weights, half.caches) is mamba2.native
+    for state in (torch.bfloat16, torch.float16, torch.float32):
+        layer = mamba2_inputs.Layer.make(MAMBA2, 4, state=state)
+        assert mamba2.choose(layer.weights, layer.caches) is mamba2.native
     odd = mamba2_inputs.Layer.make(mamba2_inputs.Shape(1, 1, 16, 8), 4)
     assert "multiples" in str(mamba2.native.refuses(odd.weights, odd.caches))
     assert mamba2.choose(odd.weights, odd.caches) is mamba2.eager
@@ -78,9 +72,8 @@ def test_what_the_decay_kernels_refuse() -> None:
 
 
 def test_what_triton_refuses_of_gated_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        gated_delta.limits.limits, "refuses", lambda *_: None
-    )  # as on a GPU that has all it takes
+    # As on a GPU that has all it takes.
+    monkeypatch.setattr(gated_delta.limits.limits, "refuses", lambda *_: None)
     layer = layer_inputs.Layer.make(layer_inputs.Shape(1, 2, 16, 16), 4)
     assert gated_delta.limits.refuses(layer.weights, layer.caches) is None
     strong = replace(layer.weights, largest_beta=2.0)
@@ -100,11 +93,9 @@ def test_what_triton_refuses_of_mamba2(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(
         P: int = 80, N: int = 256, heads: int = 4, dtype: torch.dtype = torch.float32, kind: str = "cuda"
     ) -> str | None:
-        state: Any = SimpleNamespace(
-            device=SimpleNamespace(type=kind), dtype=dtype, shape=torch.Size([1, heads, P, N])
-        )
-        weights = replace(layer.weights, groups=2)
-        return mamba2.limits.refuses(weights, replace(layer.caches, state=state))
+        device, size = SimpleNamespace(type=kind), torch.Size([1, heads, P, N])
+        state: Any = SimpleNamespace(device=device, dtype=dtype, shape=size)
+        return mamba2.limits.refuses(replace(layer.weights, groups=2), replace(layer.caches, state=state))
 
     monkeypatch.setattr(shared, "find_spec", lambda name: name)
     assert reason() is None

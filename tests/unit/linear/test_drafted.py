@@ -1,8 +1,6 @@
 """Requests that decode with drafts: after any drafts, right or wrong, outputs and states are those of the
 float64 token loop over what was accepted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -57,12 +55,11 @@ def run(layer: Layer, module: ModuleType, requests: list[Request], prefill: int,
         for begin, n, stop in zip(starts, right, starts[1:], strict=False):
             x.mixed[begin + n : stop] = wrong  # `part` copies
         out = torch.full((len(rows), *layer.out.shape[1:]), torch.nan)
-        some = range(len(requests)) if step >= 0 else ()
         drafted = Drafted(
             starts,
             [step >= 0] * len(requests),
             torch.tensor([r.slots[0] for r in requests], dtype=torch.int32),
-            [*some],
+            [*range(len(requests))] if step >= 0 else [],
             torch.tensor([r.slots for r in requests], dtype=torch.int32),
             torch.tensor([r.before or r.slots[0] for r in requests], dtype=torch.int32),
         )

@@ -4,9 +4,6 @@
 `test_layer_operators` those of the gated delta rule.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -19,11 +16,12 @@ from hypothesis import strategies as st
 from vllm_hypic.backends.ops.program import Mode
 
 from . import decaying
-from .decaying import ADD, NONE, REPLACE, RESTORE, TRANSITION, scanned
+from .decaying import scanned
 from .kinds import BF16, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
 from .layers import PAD, SLOTS, Segment, packed, relative, run_compose, run_segments
 from .test_layer_operators import T_FP16
 
+NONE, REPLACE, TRANSITION, ADD, RESTORE = Mode
 MAMBA2 = KINDS["mamba2"]
 SINGLE = 1e-6
 """What float32 holds of an island's state."""
@@ -39,18 +37,13 @@ def test_segments(kind: Kind, module: str, given: tuple[Any, torch.dtype]) -> No
 
 
 @served(lambda kind: [*product([kind.small], [d for d in kind.dtypes if d != BF16], kind.cuts)])
-def test_segments_in_several_passes(
-    kind: Kind, module: str, given: tuple[Any, torch.dtype, Sequence[int]]
-) -> None:
+def test_segments_in_several_passes(kind: Kind, module: str, given: tuple[Any, ...]) -> None:
     """Cuts before the interior, at its edges, inside, and behind it."""
     _, dtype, cuts = given
     n = kind.tokens
     layer = kind.make("passes", n + 50, dtype=dtype)
-    segments = [
-        Segment(0, 0, n, 8, n - 8, 1),
-        Segment(2, n, 30, 0, 30, 3),
-        Segment(1, n + 30, 20, 0, 20, 0, True),
-    ]
+    leading = Segment(1, n + 30, 20, 0, 20, 0, True)
+    segments = [Segment(0, 0, n, 8, n - 8, 1), Segment(2, n, 30, 0, 30, 3), leading]
     whole = layer.copy()
     kind.check_segments(module, layer, segments, *cuts)
     if kind.one_pass and module == "native":
@@ -78,9 +71,8 @@ def test_any_segment_in_any_passes(
     lo = min(window, tokens - 1)
     hi = max(lo + 1, tokens - window) if tail else tokens
     layer = kind.make("any passes", tokens, seed=seed)
-    kind.check_segments(
-        module, layer, [Segment(0, 0, tokens, lo, hi, 2)], *sorted(c for c in cuts if c < tokens)
-    )
+    inside = sorted(c for c in cuts if c < tokens)
+    kind.check_segments(module, layer, [Segment(0, 0, tokens, lo, hi, 2)], *inside)
 
 
 @MODULES
@@ -133,13 +125,8 @@ def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
     for slot in (0, 1):
         layer.random_record(slot, slot)
     walk = [(0, 8, 0, TRANSITION), (90, 8, 1, TRANSITION), (98, 5, -1, NONE)]
-    islands = [
-        (0, 8, -1, NONE),
-        (8, 70, -1, RESTORE),
-        (78, 12, -1, RESTORE),
-        (90, 0, 0, TRANSITION),
-        *walk[1:],
-    ]
+    inside = [(8, 70, -1, RESTORE), (78, 12, -1, RESTORE)]
+    islands = [(0, 8, -1, NONE), *inside, (90, 0, 0, TRANSITION), *walk[1:]]
     stay = [(a, n, s, NONE if m == RESTORE else m) for a, n, s, m in islands]
     without, within = kind.shifts or (None, None)
     plain, ours, kept = worlds = [layer.copy() for _ in range(3)]
@@ -173,10 +160,8 @@ def test_any_composition(kind: Kind, module: str, data: st.DataObject, resumed: 
     for n, mode, slot in data.draw(st.lists(step, min_size=1, max_size=8)):
         operations.append((at, n, slot if mode.applies else -1, mode))
         at += n
-    requests = [
-        (0, False, [(at, 5, -1, NONE), (0, 0, 1, REPLACE)]),
-        (1, resumed, [*operations, (at, 0, 0, TRANSITION)]),
-    ]
+    another = (0, False, [(at, 5, -1, NONE), (0, 0, 1, REPLACE)])
+    requests = [another, (1, resumed, [*operations, (at, 0, 0, TRANSITION)])]
     layer = kind.make("any composition", at + 5, seed=seed)
     for slot in range(3):
         layer.random_record(slot, slot)
@@ -335,13 +320,10 @@ def test_dimension_first_conv_caches(kind: Kind, module: str) -> None:
 def test_programs_that_leave_their_tensors_are_refused(kind: Kind) -> None:
     layer, native = kind.make("programs", 20), kind.operators("native")
     good = Segment(0, 0, 20, 0, 20, 1)
-    for bad, message in {
-        replace(good, tokens=40, hi=20): "rows",
-        replace(good, batch_row=SLOTS): "batch row",
-        replace(good, slot=SLOTS): "record",
-    }.items():
+    bad = ({"tokens": 40, "hi": 20}, "rows"), ({"batch_row": SLOTS}, "batch row"), ({"slot": SLOTS}, "record")
+    for changes, message in bad:
         with pytest.raises(IndexError, match=message):
-            run_segments(native, layer, [bad])
+            run_segments(native, layer, [replace(good, **changes)])
     with pytest.raises(IndexError, match="record"):
         run_compose(native, layer, [(0, False, [(0, 1, SLOTS, TRANSITION)])])
     if kind.folder.startswith("mamba"):

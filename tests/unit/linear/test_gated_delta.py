@@ -194,7 +194,6 @@ def test_a_segment_in_pieces(cuts: list[int]) -> None:
         own_T, own_S = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo])
         S = own_T @ S + own_S
         T, _ = segment_summary(*x.cut(lo, hi).tail, [0, hi - lo], T)
-    assert T is not None
     assert relative(T, T_exact) < FP32
     assert relative(S, S_exact) < FP32
 
@@ -220,30 +219,25 @@ def test_input_dtypes(dtype: torch.dtype) -> None:
 
 def test_arguments_are_read_only_and_may_be_strided() -> None:
     n, Hk, Hv, d = 70, 2, 4, 32
-    mixed = torch.randn(n, (2 * Hk + Hv) * d)
-    q, k, v = mixed.split([Hk * d, Hk * d, Hv * d], dim=-1)
+    q, k, v = torch.randn(n, (2 * Hk + Hv) * d).split([Hk * d, Hk * d, Hv * d], dim=-1)
     x = gated_delta_inputs(n, Hk, Hv, d, d)
     x = x._replace(q=q.unflatten(-1, (-1, d)), k=k.unflatten(-1, (-1, d)), v=v.unflatten(-1, (-1, d)))
     dense = GatedDelta(*(y.contiguous() for y in x))
     S0, T0 = starts(2, x), torch.eye(d).expand(2, Hv, -1, -1)
-    copies = [y.clone() for y in (*x, S0, T0)]
-    cu = [0, 64, 70]
+    given = (*x, S0, T0)
+    copies, cu = [y.clone() for y in given], [0, 64, 70]
     T, S = segment_summary(*x.tail, cu, T0)
     o, end = seam_outputs(*x, cu, S0)
-    assert all(torch.equal(a, b) for a, b in zip(copies, (*x, S0, T0), strict=True))
+    assert all(map(torch.equal, copies, given))
     T.zero_(), S.zero_(), end.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(copies, (*x, S0, T0), strict=True)), (
-        "results must own their memory"
-    )
+    assert all(map(torch.equal, copies, given)), "results must own their memory"
     assert torch.equal(o, seam_outputs(*dense, cu, S0)[0])
 
 
-@pytest.mark.parametrize("chunk_length", [1, 5, 16, 64])
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, 64])
 @pytest.mark.parametrize("block_bytes", [1, 1 << 30])
-def test_any_chunk_and_block_size(
-    chunk_length: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunk, "_CHUNK_CPU", chunk_length)
+def test_any_chunk_and_block_size(chunk_size: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk, "_CHUNK_CPU", chunk_size)
     monkeypatch.setattr(chunk, "_BLOCK_BYTES_CPU", block_bytes)
     x = gated_delta_inputs(150, 2, 4, 32, 32)
     check(x, [0, 20, 120, 150], starts(3, x))
@@ -304,8 +298,7 @@ def test_one_token_acts_as_its_transition_says(channel_gates: bool) -> None:
     where channels have gates."""
     x = gated_delta_inputs(3, 2, 4, 8, 6, torch.float64, channel_gates=channel_gates)
     T, _ = reference.segment_summary(*x.tail, [0, 1, 2, 3])
-    eps = reference.l2_eps(x.k.device)
-    k = x.k * torch.rsqrt((x.k * x.k).sum(-1, keepdim=True) + eps)
+    k = x.k * torch.rsqrt((x.k * x.k).sum(-1, keepdim=True) + reference.l2_eps(x.k.device))
     k, beta = k.repeat_interleave(2, 1), x.beta[..., None, None].double()
     decay = (x.g.double() if channel_gates else x.g.double()[..., None].expand(3, 4, 8)).exp().diag_embed()
     erase = torch.eye(8, dtype=torch.float64) - beta * k[..., :, None] * k[..., None, :]
@@ -324,8 +317,7 @@ def test_imports_no_vllm() -> None:
 def vllm_operator(x: GatedDelta, state: Tensor) -> tuple[Tensor, Tensor]:
     """vLLM's CPU operator over one sequence from `state` [1, Hv, K, V]; returns outputs and the end state."""
     ops = pytest.importorskip("vllm._custom_ops", reason="no vLLM")
-    platforms = pytest.importorskip("vllm.platforms", reason="no vLLM")
-    platforms.current_platform.import_kernels()
+    pytest.importorskip("vllm.platforms", reason="no vLLM").current_platform.import_kernels()
     state = state.clone()
     q, k, v, g, beta = (y[None].contiguous() for y in x)
     out, _ = ops.chunk_gated_delta_rule_cpu(
@@ -376,9 +368,8 @@ def test_composing_is_as_good_as_chunked_prefill(
     before_seam = T.half().float() @ at_lead + S
     o, end = seam_outputs(*x.cut(n - seam, n), [0, seam], before_seam)
 
-    assert relative(end, end_exact) < 1.2 * relative(end_stock, end_exact)
+    stock_error = relative(end_stock, end_exact)
+    assert relative(end, end_exact) < 1.2 * stock_error
     assert relative(o, o_exact[-seam:]) < 1.2 * relative(o_stock[-seam:], o_exact[-seam:])
     naive = seam_outputs(*x.cut(n - seam, n), [0, seam], at_lead + S)[1]
-    assert relative(naive, end_exact) > 10 * relative(end_stock, end_exact), (
-        "leaving T out must not go unnoticed"
-    )
+    assert relative(naive, end_exact) > 10 * stock_error, "leaving T out must not go unnoticed"

@@ -1,7 +1,5 @@
 """Mamba2's layer operators against vLLM's own on CPU: the same roundings at the same places."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import ModuleType
 
@@ -34,7 +32,6 @@ def stock(layer: Layer, batch_row: int, resumed: bool, activated: Tensor | None 
     slot = int(c.slots[batch_row])
     mixed, dt = layer.x.mixed[PAD : PAD + TOKENS], layer.x.dt[PAD : PAD + TOKENS]
     ends = torch.tensor([0, TOKENS], dtype=torch.int32)
-    assert w.bias is not None
     convolved = CONVOLUTION.causal_conv1d_fn_cpu(
         *(mixed.T, w.weight.T.to(mixed.dtype), w.bias.to(mixed.dtype), c.conv.transpose(1, 2), ends),
         cache_indices=torch.tensor([slot]),
@@ -61,10 +58,8 @@ def stock(layer: Layer, batch_row: int, resumed: bool, activated: Tensor | None 
 def rounded(layer: Layer) -> Layer:
     """With weights of the convolution that the inputs' type has."""
     w, dtype = layer.weights, layer.x.mixed.dtype
-    assert w.bias is not None
-    return replace(
-        layer, weights=replace(w, weight=w.weight.to(dtype).float(), bias=w.bias.to(dtype).float())
-    )
+    weights = replace(w, weight=w.weight.to(dtype).float(), bias=w.bias.to(dtype).float())
+    return replace(layer, weights=weights)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

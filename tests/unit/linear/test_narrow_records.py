@@ -3,8 +3,6 @@
 S has one rounding of float16 more, half a step of an element: 2^-11.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +22,7 @@ from vllm_hypic.pool.states import LinearGeometry
 from vllm_hypic.pool.step import StepContext
 from vllm_hypic.pool.tensors import DevicePool, LinearRecords
 
-from .layer_inputs import SLOTS, Layer, Segment, Shape, compose_program, every_kind_composed, segment_program
+from .layer_inputs import SLOTS, Layer, Segment, Shape, every_kind_composed, segment_program
 from .layers import relative
 from .test_layer_operators import GATES, HALF_STEP, MODULES, bound, run_compose, run_segments
 
@@ -57,17 +55,13 @@ class World:
             self.layer.records = self.runtime.pool.records(NAME, LinearRecords)
             yield made
 
-    def run_segments(self, module: ModuleType, segments: list[Segment], cuts: list[int]) -> None:
-        ends = [*cuts, max(s.tokens for s in segments)]
-        for start, stop in zip([0, *cuts], ends, strict=True):
-            rows = segment_program(segments, start, stop)
-            with self.lent(capturing, Segments(rows, (), (), ())) as program:
-                self.layer.segments(module, program.rows)
+    def segments(self, module: ModuleType, rows: torch.Tensor) -> None:
+        with self.lent(capturing, Segments(rows, (), (), ())) as program:
+            self.layer.segments(module, program.rows)
 
-    def run_compose(self, module: ModuleType, requests: list) -> None:
-        rows, ops = compose_program(requests)
+    def compose(self, module: ModuleType, rows: torch.Tensor, ops: torch.Tensor, shifts: None) -> None:
         with self.lent(reading, Composed(rows, ops, torch.zeros(len(ops)))) as program:
-            self.layer.compose(module, program.rows, program.ops, None)
+            self.layer.compose(module, program.rows, program.ops, shifts)
 
 
 @pytest.mark.parametrize("cuts", [[], [40], [5, 199]])
@@ -76,20 +70,16 @@ class World:
 def test_segments(module: ModuleType, channel_gates: bool, cuts: list[int]) -> None:
     """Three at once in slots that are no order of theirs, a leading one among them, whole and in passes."""
     layer = Layer.make(replace(SHAPE, channel_gates=channel_gates), 250)
-    segments = [
-        Segment(0, 0, 200, 8, 192, 6),
-        Segment(2, 200, 30, 0, 30, 1),
-        Segment(1, 230, 20, 0, 20, 4, True),
-    ]
+    leading = Segment(1, 230, 20, 0, 20, 4, True)
+    segments = [Segment(0, 0, 200, 8, 192, 6), Segment(2, 200, 30, 0, 30, 1), leading]
     exact = layer.exact()
     run_segments(reference, exact, segments)
     world = World(layer)
-    world.run_segments(module, segments, cuts)
+    run_segments(module, world, segments, cuts)
     found = world.records.read(torch.tensor([s.slot for s in segments]))
     assert isinstance(found, LinearRecords)
     for number, s in enumerate(segments):
-        state = exact.records.state[s.slot]
-        assert relative(found.state[number], state) < bound(layer) + HALF_STEP
+        assert relative(found.state[number], exact.records.state[s.slot]) < bound(layer) + HALF_STEP
         assert torch.equal(found.conv_tail[number], exact.records.conv_tail[s.slot])
         if not s.leading:
             error = found.transition(number).double() - exact.transition(s.slot)
@@ -114,7 +104,7 @@ def test_compose(module: ModuleType, channel_gates: bool) -> None:
         getattr(room, name)[:] = getattr(given, name)[:4]
     room.transitions[:] = given.transitions
     world.records.write(slots, room, slots)
-    world.run_compose(module, requests)
+    run_compose(module, world, requests)
     for row, _, operations in requests:
         assert relative(layer.state(row), exact.state(row)) < bound(layer) + HALF_STEP, row
         for at, count, *_ in operations:

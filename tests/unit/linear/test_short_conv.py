@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,20 +22,8 @@ from vllm_hypic.backends.ops.linear_layer.arguments import ConvolutionCaches
 from vllm_hypic.backends.ops.program import Mode
 from vllm_hypic.backends.ops.short_conv import ShortConvInputs, ShortConvWeights, eager, reference
 
-from .layers import (
-    PAD,
-    SLOTS,
-    Composed,
-    Segment,
-    World,
-    amid_poison,
-    cache,
-    relative,
-    run_compose,
-    run_segments,
-    slots,
-    unwritten,
-)
+from . import layers
+from .layers import PAD, SLOTS, Composed, Segment, World, relative, run_compose, run_segments
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 CHANNELS = 24
@@ -51,40 +40,29 @@ class Layer(World):
 
     @staticmethod
     def make(tokens: int, taps: int = 3, dtype: torch.dtype = torch.float32, bias: bool = False) -> Layer:
-        gen = torch.Generator().manual_seed(tokens + taps)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=gen)
-
+        normal = partial(torch.randn, generator=torch.Generator().manual_seed(tokens + taps))
         rows = tokens + 2 * PAD
         value, gate = normal(rows, CHANNELS), normal(rows, CHANNELS)
         weights = ShortConvWeights.prepare(normal(CHANNELS, taps), normal(CHANNELS) if bias else None)
-        x = ShortConvInputs(*(amid_poison(t).to(dtype) for t in (value, gate)))
-        caches = ConvolutionCaches(slots(), cache(2, taps - 1, CHANNELS, dtype=dtype))
-        records = Records(unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype))
-        return Layer(None, x, weights, caches, unwritten(rows, CHANNELS, dtype=dtype), records, None)
-
-    def record(self, slot: int) -> None:
-        tail = self.records.conv_tail[slot]
-        gen = torch.Generator().manual_seed(100 + slot)
-        self.records.conv_tail[slot] = torch.randn(tail.shape, generator=gen).to(tail.dtype)
+        x = ShortConvInputs(*(layers.amid_poison(t).to(dtype) for t in (value, gate)))
+        caches = ConvolutionCaches(layers.slots(), layers.cache(2, taps - 1, CHANNELS, dtype=dtype))
+        records = Records(layers.unwritten(SLOTS, taps - 1, CHANNELS, dtype=dtype))
+        return Layer(None, x, weights, caches, layers.unwritten(rows, CHANNELS, dtype=dtype), records, None)
 
 
-def check(run: Callable[..., None], layer: Layer, program: Any, *cuts: Any) -> Layer:
+def check(run: Callable[..., None], ours: Layer, program: Any, *cuts: Any) -> Layer:
     """Rows, caches and records that the reference writes are as it writes them, and no others are written.
 
     The reference's layer is returned.
     """
-    ours, exact = layer, layer.exact()
+    exact = ours.exact()
     run(reference, exact, program)
     run(eager, ours, program, *cuts)
     written = ~exact.out.isnan().all(1)
     assert written.any() and torch.equal(written, ~ours.out.isnan().any(1))
     assert relative(ours.out[written], exact.out[written]) < TOLERANCE[ours.x.value.dtype]
-    for mine, theirs in (
-        (ours.caches.conv, exact.caches.conv),
-        (ours.records.conv_tail, exact.records.conv_tail),
-    ):
+    kept = [(layer.caches.conv, layer.records.conv_tail) for layer in (ours, exact)]
+    for mine, theirs in zip(*kept, strict=True):
         assert torch.equal(mine.nan_to_num(nan=-99.0), theirs.nan_to_num(nan=-99.0))
     return exact
 
@@ -96,7 +74,6 @@ def test_without_gates_silu_is_taken(dtype: torch.dtype) -> None:
     layer = replace(layer, x=replace(layer.x, gate=None))
     exact = check(run_compose, layer, [(0, False, [(0, 20, -1, Mode.NONE)])])
     rows, w = layer.x.value[PAD : PAD + 20].double(), layer.weights
-    assert w.bias is not None
     padded = F.pad(rows.T, (3, 0))[None]
     total = F.conv1d(padded, w.weight.double().T[:, None], w.bias.double(), groups=CHANNELS)[0].T
     assert relative(exact.out[PAD : PAD + 20], F.silu(total.to(dtype).double())) < TOLERANCE[dtype]
@@ -141,7 +118,7 @@ def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
     layer = Layer.make(5 * tokens + 6, taps, dtype, bias=taps == 3)
     layer.resume(2)
     for slot in range(3):
-        layer.record(slot)
+        layer.random_record(slot, 100 + slot)
     none, replace_, transition, add, restore = Mode
     n = tokens
     requests: list[Composed] = [
@@ -158,7 +135,7 @@ def test_composed_requests(tokens: int, taps: int, dtype: torch.dtype) -> None:
         (5, False, [(4 * n + 2, 0, 2, add), (4 * n + 2, 0, -1, none)]),
     ]  # fmt: skip
     check(run_compose, layer, requests)
-    assert torch.equal(layer.caches.conv[int(layer.caches.slots[5])], layer.records.conv_tail[2])
+    assert torch.equal(layer.context(5), layer.records.conv_tail[2])
 
 
 @given(head=st.integers(0, 5), interior=st.integers(1, 12), tail=st.integers(1, 8), taps=st.integers(2, 5))
@@ -171,9 +148,8 @@ def test_composing_is_one_scan(head: int, interior: int, tail: int, taps: int) -
     run_segments(eager, ours, [Segment(1, 0, head + interior, head, head + interior, 4)])
     # Behind something else, of which the interior's own inputs are to leave nothing.
     ours.resume(2)
-    run_compose(
-        eager, ours, [(2, True, [(0, head, 4, Mode.TRANSITION), (head + interior, tail, -1, Mode.NONE)])]
-    )
+    operations = [(0, head, 4, Mode.TRANSITION), (head + interior, tail, -1, Mode.NONE)]
+    run_compose(eager, ours, [(2, True, operations)])
     rows = slice(PAD + head + interior, PAD + n)
     # Where the interior is shorter than the reach, rows before it are in the tail; here these are the same.
     assert relative(ours.out[rows], whole.out[rows]) < 1e-6
@@ -181,7 +157,7 @@ def test_composing_is_one_scan(head: int, interior: int, tail: int, taps: int) -
 
 def test_a_missing_tail_would_show() -> None:
     layer = Layer.make(40)
-    layer.record(1)
+    layer.random_record(1, 101)
     request: list[Composed] = [(0, False, [(0, 8, 1, Mode.TRANSITION), (8, 32, -1, Mode.NONE)])]
     right, wrong = layer.copy(), layer.copy()
     run_compose(eager, right, request)

@@ -6,6 +6,7 @@ position-independent caching is exact by theorem; and planted faults, which must
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import Tensor
 
 DEMO = Path(__file__).parents[3] / "examples" / "models" / "tiny-hybrid-qa" / "model"
 PROMPTS = [random_segments([13, 28, 40, 22, 31, 6], seed=seed) for seed in range(3)]
+LEADING, *SEGMENTS, QUERY = PROMPTS[0]
+TOKENS = [token for part in PROMPTS[0] for token in part]
 EXACT = 1e-9
 
 
@@ -85,14 +88,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def oracle(models):
     """Oracles by model name, made once: they keep their records."""
-    made: dict[str, Oracle] = {}
-
-    def get(name: str) -> Oracle:
-        if name not in made:
-            made[name] = Oracle(models[name])
-        return made[name]
-
-    return get
+    return cache(lambda name: Oracle(models[name]))
 
 
 def split(prompt: list[list[int]]) -> tuple[list[int], list[list[int]], list[int], list[int]]:
@@ -106,9 +102,8 @@ def split(prompt: list[list[int]]) -> tuple[list[int], list[list[int]], list[int
 
 @pytest.mark.parametrize("name", ["demo", "hybrid", "gva", "attention"])
 def test_full_recompute_agrees_with_transformers(name, models, oracle):
-    *_, tokens = split(PROMPTS[0])
-    expected = transformers_logprobs(models[name], tokens)
-    got = oracle(name).full_logprobs(tokens, all_rows=True)
+    expected = transformers_logprobs(models[name], TOKENS)
+    got = oracle(name).full_logprobs(TOKENS, all_rows=True)
     assert distance(got[-1], expected[-1]) < 1e-4
     # Over all rows, relative to the size of the logits (43 on the demo model), whose fp32 rounding this is.
     assert distance(got, expected) < 1e-5 * expected.abs().max()
@@ -119,11 +114,10 @@ def test_attention_model_agrees_with_transformers_under_a_mask(models, oracle):
 
     RoPE is relative, so a copy run at its logical positions has the values of its run at position 0.
     """
-    leading, segments, query, _ = split(PROMPTS[0])
     head, tail = 5, 3
     tokens, positions, owner, public = [], [], [], []
     start = 0
-    for i, segment in enumerate([leading, *segments]):
+    for i, segment in enumerate([LEADING, *SEGMENTS]):
         n = len(segment)
         tokens += segment
         positions += range(start, start + n)
@@ -132,10 +126,10 @@ def test_attention_model_agrees_with_transformers_under_a_mask(models, oracle):
         start += n
     copies = len(tokens)
     sees = [[owner[c] == owner[r] and c <= r for c in range(copies)] for r in range(copies)]
-    start = len(leading)
-    for i, segment in enumerate([*segments, query], start=1):
+    start = len(LEADING)
+    for i, segment in enumerate([*SEGMENTS, QUERY], start=1):
         for j, token in enumerate(segment):
-            is_query, in_tail = i > len(segments), j >= len(segment) - tail
+            is_query, in_tail = i > len(SEGMENTS), j >= len(segment) - tail
             if is_query or j < head or in_tail:
                 last = i if in_tail else i - 1
                 row = [public[c] and owner[c] <= last for c in range(copies)]
@@ -152,7 +146,7 @@ def test_attention_model_agrees_with_transformers_under_a_mask(models, oracle):
         attention_mask=mask[None, None],
         position_ids=torch.tensor(positions)[None],
     )
-    got = oracle("attention").next_token_logprobs(leading, segments, query, head=head, tail=tail)
+    got = oracle("attention").next_token_logprobs(LEADING, SEGMENTS, QUERY, head=head, tail=tail)
     assert distance(got, masked[-1]) < 1e-4
 
 
@@ -205,11 +199,10 @@ def test_one_layer_is_exact_and_its_faults_are_not(name, head, tail, oracle):
 @pytest.mark.parametrize("name", ["hybrid", "gva", "demo"])
 @pytest.mark.parametrize(("head", "tail"), [(3, 0), (4, 4), (8, 8)])
 def test_composed_state_of_the_first_layer_equals_one_scan(name, head, tail, oracle):
-    leading, segments, query, tokens = split(PROMPTS[0])
-    full = oracle(name).full_state(tokens)[0]
+    full = oracle(name).full_state(TOKENS)[0]
 
     def error(**options) -> float:
-        got = oracle(name).state_after(leading, segments, query, head=head, tail=tail, **options)[0]
+        got = oracle(name).state_after(LEADING, SEGMENTS, QUERY, head=head, tail=tail, **options)[0]
         assert distance(got.conv, full.conv) < 1e-12
         return ((got.S - full.S).norm() / full.S.norm()).item()
 
@@ -220,9 +213,8 @@ def test_composed_state_of_the_first_layer_equals_one_scan(name, head, tail, ora
 
 def test_too_small_a_head_is_not_exact(oracle):
     """With head < k-1 the interior's first rows are convolved with nothing before them: it shows."""
-    leading, segments, query, tokens = split(PROMPTS[0])
-    full = oracle("hybrid").full_state(tokens)[0].S
-    got = oracle("hybrid").state_after(leading, segments, query, head=2, tail=0)[0].S
+    full = oracle("hybrid").full_state(TOKENS)[0].S
+    got = oracle("hybrid").state_after(LEADING, SEGMENTS, QUERY, head=2, tail=0)[0].S
     assert distance(got, full) > 1e-6
 
 
@@ -254,30 +246,28 @@ def test_stream_layout():
 
 @pytest.mark.parametrize("name", ["hybrid", "attention"])
 def test_generated_tokens_continue_the_query(name, oracle):
-    leading, segments, query, _ = split(PROMPTS[0])
     ask = oracle(name).next_token_logprobs
-    got = ask(leading, segments, query[:4], generated=query[4:])
-    assert distance(got, ask(leading, segments, query)) < EXACT
+    got = ask(LEADING, SEGMENTS, QUERY[:4], generated=QUERY[4:])
+    assert distance(got, ask(LEADING, SEGMENTS, QUERY)) < EXACT
 
 
 def test_options_change_what_they_should(oracle):
-    leading, segments, query, _ = split(PROMPTS[0])
     ask = oracle("hybrid").next_token_logprobs
-    reference = ask(leading, segments, query)
-    assert torch.equal(ask(leading, segments, query), reference), "records are reused, not changed"
+    reference = ask(LEADING, SEGMENTS, QUERY)
+    assert torch.equal(ask(LEADING, SEGMENTS, QUERY), reference), "records are reused, not changed"
     assert torch.equal(
-        ask(leading, segments, query, compose_T=False), ask(leading, segments, query, fault="no_T")
+        ask(LEADING, SEGMENTS, QUERY, compose_T=False), ask(LEADING, SEGMENTS, QUERY, fault="no_T")
     )
     for other in (
-        ask(leading, segments, query, head=4, tail=4),
-        ask(leading, segments, query, head=0, tail=0),
-        ask(leading, segments, query, in_stream={1}),
-        ask(leading, segments[::-1], query),
-        ask([], [*segments, leading], query),
+        ask(LEADING, SEGMENTS, QUERY, head=4, tail=4),
+        ask(LEADING, SEGMENTS, QUERY, head=0, tail=0),
+        ask(LEADING, SEGMENTS, QUERY, in_stream={1}),
+        ask(LEADING, SEGMENTS[::-1], QUERY),
+        ask([], [*SEGMENTS, LEADING], QUERY),
     ):
         assert distance(other, reference) > 1e-3
     # The leading segment is shorter than two seams: as an interior one it is computed in the stream.
-    assert distance(ask([], [leading, *segments], query), reference) < EXACT
+    assert distance(ask([], [LEADING, *SEGMENTS], QUERY), reference) < EXACT
 
 
 def test_short_interior_completes_its_conv_tail_from_the_rows_before_it(oracle):
@@ -292,7 +282,7 @@ def test_mistakes_are_refused(oracle):
     with pytest.raises(ValueError, match="unknown fault"):
         oracle("hybrid").next_token_logprobs([], [], [5], fault="no_such_fault")
     with pytest.raises(ValueError, match="empty"):
-        oracle("hybrid").next_token_logprobs(PROMPTS[0][0], [], [])
+        oracle("hybrid").next_token_logprobs(LEADING, [], [])
 
 
 # ---- faults ------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 With ENGINE as JSON for vLLM's arguments.  LENGTH: tokens of the prompts that are asked for ever; 0: none are.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """SIGTERM ends a program or a server with all of its processes, whatever the engine does at that time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Patches of vLLM: each fits the installed version, may be applied again, and fails loudly otherwise."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

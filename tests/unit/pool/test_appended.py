@@ -1,7 +1,5 @@
 """Records of two stretches made one, against the whole recurrence in float64."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Passes of a model that drafts, made of the model's own pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

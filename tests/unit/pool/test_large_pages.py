@@ -1,7 +1,5 @@
 """Tensors whose memory is in large pages where the kernel has them."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which rows of a learned context a rank has, and which files no pool takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """States of records in float16, of which something is lost, and in pages of the pool, where nothing is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

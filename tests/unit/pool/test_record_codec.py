@@ -1,7 +1,5 @@
 """Records to bytes and back: bit for bit, at any place, or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -261,10 +259,6 @@ def test_marks_that_disagree_with_the_transitions_are_refused(live: list[int]) -
 OTHER, THIRD = SegmentKey("cd" * 32), SegmentKey("ef" * 32)
 
 
-def object_of(pool: DevicePool, at: RecordPlace) -> memoryview:
-    return written(codec_of(pool), at)
-
-
 def resting(columns: int) -> tuple[RecordPlace, RecordPlace, RecordPlace]:
     """A short record, a grown one on that, and a checkpoint of the grown one: states, and no columns."""
     pages = [4, 2, 7, 0]
@@ -291,8 +285,8 @@ def read_on(incoming: IncomingRecord, objects: dict[SegmentKey, memoryview]) -> 
 def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> None:
     pool = pool_of(attention)
     short, grown, inside = places = resting(9)
-    objects = {at.key: object_of(pool, at) for at in places}
-    whole = {at.key: object_of(pool, replace(at, base=None)) for at in places}
+    objects = {at.key: written(codec_of(pool), at) for at in places}
+    whole = {at.key: written(codec_of(pool), replace(at, base=None)) for at in places}
     if attention:
         assert objects[KEY].nbytes < whole[KEY].nbytes and objects[THIRD].nbytes < whole[THIRD].nbytes
     for at, chain in ((grown, [KEY, OTHER]), (inside, [THIRD, KEY, OTHER]), (short, [OTHER])):
@@ -300,7 +294,7 @@ def test_columns_are_read_of_those_that_a_record_rests_on(attention: bool) -> No
         incoming = codec_of(other).incoming(to)
         assert incoming.read(objects[at.key][:-1]) is Verdict.DAMAGED
         assert read_on(incoming, objects) == chain and incoming.next is None
-        assert object_of(other, to) == whole[at.key]
+        assert written(codec_of(other), to) == whole[at.key]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +304,7 @@ def test_columns_that_the_pool_has_are_not_written(there: int, chain: list[Segme
     """Nor is what has them alone read."""
     pool, other = pool_of(), pool_of()
     places = resting(11)
-    objects = {at.key: object_of(pool, at) for at in places}
+    objects = {at.key: written(codec_of(pool), at) for at in places}
     inside, to = places[-1], elsewhere(places[-1])
     first = torch.from_numpy(to.slot_mapping[:there])
     kv = [t.view(torch.uint8) for found in other.kv.values() for t in (found.key, found.value)]
@@ -328,5 +322,5 @@ def test_records_that_rest_on_each_other_are_not_read_for_ever() -> None:
     one = replace(place(0, [1, 2], 8, leading=True), base=StoredBase((OTHER,), 6))
     other = replace(place(1, [1, 2], 8, leading=True), key=OTHER, base=StoredBase((KEY,), 6))
     incoming = codec_of(pool_of()).incoming(replace(one, base=None))
-    assert read_on(incoming, {at.key: object_of(pool, at) for at in (one, other)}) == [KEY, OTHER]
+    assert read_on(incoming, {at.key: written(codec_of(pool), at) for at in (one, other)}) == [KEY, OTHER]
     assert incoming.next is not None, "it was not taken"

@@ -1,7 +1,5 @@
 """Pipeline stages have different layers, and pools with the same numbers of pages, slots and blocks."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest
@@ -30,8 +28,8 @@ def stage(**layers: kv.KVCacheSpec) -> kv.KVCacheConfig:
     return kv.KVCacheConfig(8, [], [kv.KVCacheGroupSpec([name], spec) for name, spec in layers.items()])
 
 
-def geometry(config: kv.KVCacheConfig) -> PoolGeometry:
-    return pool_geometry(config, CONFIG, torch.bfloat16, conv_dim_first=False)
+def geometry(config: kv.KVCacheConfig, in_pages: bool = False) -> PoolGeometry:
+    return pool_geometry(config, CONFIG, torch.bfloat16, conv_dim_first=False, states_in_pages=in_pages)
 
 
 @pytest.fixture
@@ -72,10 +70,7 @@ def test_one_stage_is_as_ever() -> None:
 def test_all_of_one_memory_can_be_either() -> None:
     """Pages alone, or records of one page each; states take no more than their bytes, but for a page."""
     alone = stage(a=ATTENTION, d=DELTA)
-    two, one = (
-        pool_geometry(alone, CONFIG, torch.bfloat16, conv_dim_first=False, states_in_pages=in_pages)
-        for in_pages in (False, True)
-    )
+    two, one = geometry(alone), geometry(alone, in_pages=True)
     assert two.state_pages == 0 < one.state_pages
     assert BUDGET - one.page_bytes < one.nbytes <= BUDGET and two.nbytes <= BUDGET
     assert 0 <= one.state_pages * one.page_bytes - one.slot_bytes < 2 * one.page_bytes

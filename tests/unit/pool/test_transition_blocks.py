@@ -1,7 +1,5 @@
 """Transition blocks: none is lost, none has two owners."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import settings

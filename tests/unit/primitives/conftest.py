@@ -48,20 +48,13 @@ def gpt2(add_prefix_space: bool) -> Tokenizer:
 
 def qwen() -> Tokenizer:
     split = pre_tokenizers.Split(Regex(QWEN_SPLIT), behavior="isolated")
-    tokenizer = _byte_level(
-        pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    )
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = _byte_level(pre_tokenizers.Sequence([split, letters]))
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
-def _sentencepiece(
-    normalizer: normalizers.Normalizer | None,
-    pre_tokenizer: pre_tokenizers.PreTokenizer | None,
-    *,
-    bos: bool = True,
-    eos: bool = False,
-) -> Tokenizer:
+def _sentencepiece(bos: bool = True, eos: bool = False) -> Tokenizer:
     """BPE with byte fallback over text whose spaces are ▁, as Llama's conversions have it."""
     trained = Tokenizer(models.BPE())
     # Words are merged up to spaces only, whatever the tokenizer itself does with them.
@@ -74,8 +67,6 @@ def _sentencepiece(
     vocab = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", *BYTES, *pieces])}
     pieces = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(pieces)
-    tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -87,13 +78,15 @@ def _sentencepiece(
 
 
 def llama_legacy(eos: bool = False) -> Tokenizer:
-    prepend = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return _sentencepiece(prepend, None, eos=eos)
+    tokenizer = _sentencepiece(eos=eos)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return tokenizer
 
 
 def llama_metaspace(prepend_scheme: str, **specials: bool) -> Tokenizer:
-    metaspace = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
-    return _sentencepiece(None, metaspace, **specials)
+    tokenizer = _sentencepiece(**specials)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme, split=False)
+    return tokenizer
 
 
 def llama3() -> Tokenizer:

@@ -75,8 +75,7 @@ def test_what_a_chat_ends_with_is_in_no_segment(front_ends, mode: str, said: lis
     each, and stay where they are when the chat goes on."""
     front_end = front_ends[newest]
     prompt = front_end.prompts(said)[0]
-    ids = prompt["prompt_token_ids"]
-    asked = front_end.asked(ids, prompt, mode)
+    asked = front_end.asked(prompt["prompt_token_ids"], prompt, mode)
     where = placed(asked, said, prompt["prompt"], front_end.renderers[0].get_tokenizer())
     last = max(i for i, message in enumerate(said) if message["role"] == "user")
     for start, stop in asked.spans:

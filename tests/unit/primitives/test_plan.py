@@ -33,9 +33,7 @@ def plan_of(
     return build_plan(parse_prompt(tokens, IDS, tuple(media)), method, *where, **usual | options)
 
 
-def asked_for(
-    interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int
-) -> list[tuple[tuple[int, int], ...]]:
+def asked_for(interiors: Sequence[tuple[int, ...]], query: tuple[int, ...], budget: int) -> list[Any]:
     """Runs of the query's tokens, first come first served."""
     found = []
     for interior in interiors:
@@ -114,9 +112,8 @@ def test_nothing_but_primitives_is_an_error(tokens: list[int]) -> None:
 
 
 def test_padding_inside_changes_a_record_and_padding_before_moves_it() -> None:
-    plain, inside, before = (
-        plan_of(tokens_of(prompt)) for prompt in ("|abcdef|q", "|abc__def|q", "|_abcdef|q")
-    )
+    prompts = "|abcdef|q", "|abc__def|q", "|_abcdef|q"
+    plain, inside, before = (plan_of(tokens_of(prompt)) for prompt in prompts)
     (record,), (other,), (moved,) = plain.segments, inside.segments, before.segments
     assert record.key == moved.key != other.key
     assert other.offsets == (0, 1, 2, 5, 6, 7) and public_offsets(other) == [2, 5]
@@ -177,8 +174,7 @@ def test_an_anchor_is_the_beginning_of_the_prompts_leading_segment() -> None:
     alone = document([])
     assert alone.anchor == () and alone.key == plan_of([SEP, *run(0, 10), SEP, 99], "epic-3").segments[0].key
     assert plan_of([*run(0, 10), SEP, 99], "seam-3-0+4").segments[0].anchor == ()
-    dependent = document([50, 51, PDEP, 52, 53])
-    assert dependent.anchor == (50, 51), "tokens behind a PDep belong to no segment"
+    assert document([50, 51, PDEP, 52, 53]).anchor == (50, 51), "tokens behind a PDep belong to no segment"
 
 
 def test_prompt_cache_binds_records_to_their_positions() -> None:
@@ -338,8 +334,7 @@ def test_segments_behind_the_leading_one_see_its_last_token() -> None:
 
 
 def test_an_island_at_an_interiors_end_leaves_an_empty_last_part() -> None:
-    plan = plan_of([SEP, *DOCUMENT, SEP, 116, 117], seam=2, islands="query-50")
-    (segment,) = plan.segments
+    (segment,) = plan_of([SEP, *DOCUMENT, SEP, 116, 117], islands="query-50").segments
     assert [(p.first, p.stop) for p in segment.parts] == [(2, 16), (18, 18)]
     assert segment.compose_at == 4, "states are applied behind the island"
 
@@ -355,8 +350,7 @@ def test_a_leading_segment_is_the_context_of_the_others() -> None:
     lead, segment = plan.segments
     assert segment.context == dataclasses.replace(lead, parts=()) and segment.before == 5
     assert not plan.contexts, "it is a segment of the prompt itself"
-    other = plan_of([*run(1, 5), SEP, *DOCUMENT, SEP, 7], context="lead")
-    assert other.segments[1].key != segment.key
+    assert plan_of([*run(1, 5), SEP, *DOCUMENT, SEP, 7], context="lead").segments[1].key != segment.key
     alone = plan_of([SEP, *DOCUMENT, SEP, 7], context="lead").segments[0]
     assert alone.context is None and alone.key == plan_of([SEP, *DOCUMENT, SEP, 7]).segments[0].key
 

@@ -18,9 +18,10 @@ from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.renderer import HypicRenderer
 from vllm_hypic.engine.tokenizer import refuses_model, register_mode
 from vllm_hypic.primitives.builder import build_messages, build_prompt, build_prompt_ids
-from vllm_hypic.primitives.tokens import Marker, PrimitiveTexts, primitive_ids, split_ids
+from vllm_hypic.primitives.tokens import PrimitiveTexts, primitive_ids
 
 from .test_tokenizer import alone
+from .test_tokenizer_vocabulary import pieces_of
 
 register_mode()
 T = PrimitiveTexts()
@@ -59,10 +60,6 @@ def tokens_of(renderer, messages, **chat) -> list[int]:
     return renderer.tokenize_prompt(prompt, renderer.default_chat_tok_params)["prompt_token_ids"]
 
 
-def segments(ids, renderer) -> list[list[int]]:
-    return [p for p in split_ids(ids, primitive_ids(renderer.get_tokenizer())) if not isinstance(p, Marker)]
-
-
 def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
     assert type(renderer) is HypicRenderer and HypicRenderer.__bases__ == (HfRenderer,)
     own = {name for name, value in vars(HypicRenderer).items() if callable(value)}
@@ -76,7 +73,7 @@ def test_the_renderer_is_vllms_own_but_for_what_it_carries(renderer):
 def test_prompt_strings(renderer, stock):
     prompt = build_prompt(system="You answer.", segments=DOCUMENTS, query="What?")
     done = renderer.tokenize_prompt({"prompt": prompt}, renderer.default_cmpl_tok_params)
-    leading, *found = segments(done["prompt_token_ids"], renderer)
+    leading, *found = pieces_of(renderer.get_tokenizer(), done["prompt_token_ids"])
     assert leading == stock.encode("You answer.")
     assert found == [alone(stock, d) for d in [*DOCUMENTS, "What?"]]
 
@@ -99,14 +96,13 @@ def test_chat_messages(renderer, stock, form):
     messages = build_messages(system="You answer.", documents=DOCUMENTS, question="What?")
     if form == "parts":  # the template decides what stands between them
         messages[-1]["content"] = [{"type": "text", "text": T.sep + t} for t in [*DOCUMENTS, "What?"]]
+    tokenizer = renderer.get_tokenizer()
     if form != "text":
-        found = segments(tokens_of(renderer, messages), renderer)
+        ids = tokens_of(renderer, messages)
     else:  # the other path: the template gives text, which is tokenised later
-        tokenizer = renderer.get_tokenizer()
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        done = renderer.tokenize_prompt({"prompt": text}, renderer.default_chat_tok_params)
-        found = segments(done["prompt_token_ids"], renderer)
-    assert found == [
+        ids = renderer.tokenize_prompt({"prompt": text}, renderer.default_chat_tok_params)["prompt_token_ids"]
+    assert pieces_of(tokenizer, ids) == [
         alone(stock, "<|im_start|>system\nYou answer.<|im_end|>\n<|im_start|>user\n"),
         *(alone(stock, d) for d in DOCUMENTS),
         alone(stock, "What?<|im_end|>\n<|im_start|>assistant\n"),
@@ -118,7 +114,8 @@ def test_conversation_over_several_turns(renderer, stock):
     first = build_messages(documents=DOCUMENTS, question="What?")
     later = {"role": "user", "content": f"{T.sep}new{T.sep}So?"}
     more = [*first, {"role": "assistant", "content": "Paris."}, later]
-    found, earlier = (segments(tokens_of(renderer, m), renderer) for m in (more, first))
+    tokenizer = renderer.get_tokenizer()
+    found, earlier = (pieces_of(tokenizer, tokens_of(renderer, m)) for m in (more, first))
     assert found[:4] == earlier[:4]
     assert found[-2] == alone(stock, "new")
 

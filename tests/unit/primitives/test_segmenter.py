@@ -101,8 +101,7 @@ def test_without_a_question_all_but_the_last_word_may_be_cut(tokenizer_dirs, kin
 def test_a_system_message_leads(chat: Chat) -> None:
     """It is cached as it stands: exact."""
     system = ("system", prose("system", 80))
-    user = ("user", f"{prose(1, 60)}\n\n{prose(2, 60)}\n\nWhy?")
-    ids = chat.ids(system, user)
+    ids = chat.ids(system, ("user", f"{prose(1, 60)}\n\n{prose(2, 60)}\n\nWhy?"))
     [(first, _), _] = chat.segmenter.find(ids, "text").spans
     before = "".join(chat.texts(ids[:first]))
     assert before.rstrip().endswith("user") and system[1] in before
@@ -175,11 +174,7 @@ def test_choice_of_places_is_that_of_the_plain_words() -> None:
         reach = rng.choice([1, 10, 50])
         expected = []
         for i, place in enumerate(places):
-            near = [
-                (p.rank, p.content_hash, j)
-                for j, p in enumerate(places)
-                if abs(p.start - place.start) <= reach
-            ]
+            near = [(*p[:2], j) for j, p in enumerate(places) if abs(p.start - place.start) <= reach]
             if min(near) == (*place[:2], i):
                 expected.append(place)
         assert local_minima(places, reach) == expected
@@ -187,9 +182,8 @@ def test_choice_of_places_is_that_of_the_plain_words() -> None:
 
 def test_prompts_without_messages(chat: Chat) -> None:
     """A text is one message, whose first piece leads."""
-    plain = AutoTokenizer.from_pretrained(chat.tokenizer.name_or_path)
     text = "\n\n".join(["Answer.", *(prose(i, 60) for i in range(4)), "Why?"])
-    ids = plain.encode(text)
+    ids = AutoTokenizer.from_pretrained(chat.tokenizer.name_or_path).encode(text)
     spans = chat.segmenter.find(ids, "text").spans
     assert len(spans) == 4 and "Answer." in "".join(chat.texts(ids[: spans[0][0]]))
 
@@ -204,8 +198,7 @@ def test_prompts_without_messages(chat: Chat) -> None:
 )
 @pytest.mark.parametrize("mode", ["text", "cdc"])
 def test_any_text_is_cut_or_left(chat: Chat, content: str, mode: str) -> None:
-    ids = chat.ids(("system", content), ("user", content))
-    assert len(chat.segments(ids, mode)) <= 64
+    assert len(chat.segments(chat.ids(("system", content), ("user", content)), mode)) <= 64
 
 
 def test_a_prompt_has_no_more_segments_than_it_may(tokenizer_dirs) -> None:

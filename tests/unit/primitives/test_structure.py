@@ -65,6 +65,7 @@ DOCUMENTS = (
 AS_JSON = "<|im_start|>system\n{% for d in documents %}{{ d | tojson }}\n{% endfor %}<|im_end|>\n"
 DOCUMENT_TEMPLATES = {"text": DOCUMENTS, "json": AS_JSON + MESSAGES}
 QUESTION = {"role": "user", "content": "Why?"}
+UNLIMITED = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
 
 
 class Asked(NamedTuple):
@@ -95,8 +96,7 @@ class FrontEnd:
     def prompts(self, messages: Any, template: str = MESSAGES, **template_args: Any) -> list[Any]:
         """What our renderer makes of a request, and what the stock one does."""
         params = ChatParams(chat_template=template, chat_template_kwargs={"tokenize": False, **template_args})
-        unlimited = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
-        return [r.render_chat([messages], params, unlimited)[1][0] for r in self.renderers]
+        return [r.render_chat([messages], params, UNLIMITED)[1][0] for r in self.renderers]
 
     def ask(self, messages: Any, template: str = MESSAGES, **template_args: Any) -> Asked:
         ours, stock = self.prompts(messages, template, **template_args)
@@ -112,10 +112,8 @@ class FrontEnd:
         found = self.finder.found(ids, mode, prompt)
         spans, counts = list(found.spans), {k: n for k, n in found.counts.items() if n}
         assert all(a <= b for a, b in pairwise([0, *(i for span in spans for i in span), len(ids) - 1]))
-        left_out = ("short", "unlocated", "overlapping", "unaligned", "surplus")
-        assert counts.get("pieces", 0) == counts.get("pieces_cut", 0) + sum(
-            counts.get(f"pieces_{reason}", 0) for reason in left_out
-        )
+        ends = ("cut", "short", "unlocated", "overlapping", "unaligned", "surplus")
+        assert counts.get("pieces", 0) == sum(counts.get(f"pieces_{end}", 0) for end in ends)
         read = self.finder._segments._vocabulary.texts.of(ids)
         texts = ["".join(read[start:stop]) for start, stop in spans]
         segments = [tuple(ids[start:stop]) for start, stop in spans]
@@ -340,10 +338,9 @@ class TestBadInput:
         """They are cut as by text, whatever they were made of."""
         text = "\n\n".join(["Answer.", *(prose(i, 60) for i in range(4)), "Why?"])
         ids = front_end.renderers[0].get_tokenizer().encode(text)
+        by_text = front_end.finder.found(ids, "text", None).spans
         for prompt in (text, {"prompt": text}, {"type": "token", "prompt_token_ids": ids}, None):
-            assert front_end.finder.found(ids, "structure", prompt).spans == (
-                front_end.finder.found(ids, "text", None).spans
-            )
+            assert front_end.finder.found(ids, "structure", prompt).spans == by_text
 
 
 SNIPPETS = st.text(st.sampled_from('ab .\n"\\{}<|é東👍\u0301\t'), max_size=60)
@@ -357,10 +354,9 @@ SNIPPETS = st.text(st.sampled_from('ab .\n"\\{}<|é東👍\u0301\t'), max_size=6
 def test_any_request_has_stocks_ids_and_disjoint_segments(
     front_ends, messages: list[list[str]], kind: str, question: int
 ) -> None:
-    front_end = front_ends(kind, min_tokens=4, query_tokens=question)
     said = [{"role": "user", "content": parts(*texts)} for texts in messages]
     tools = [{"type": "function", "function": {"name": "f", "description": text}} for text in messages[0]]
-    found = front_end.ask(said, TOOLS_BEHIND, tools=tools)
+    found = front_ends(kind, min_tokens=4, query_tokens=question).ask(said, TOOLS_BEHIND, tools=tools)
     if found.spans:
         assert found.counts["segment_tokens"] == sum(stop - start for start, stop in found.spans)
 
@@ -438,14 +434,13 @@ def test_cost_of_mode_off(smollm2: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     messages = [system, {"role": "user", "content": parts(*(prose(i, 1300) for i in range(7)), "Why?")}]
     params = ChatParams(chat_template=TOOLS_BEHIND, chat_template_kwargs={"tokenize": False, "tools": []})
-    unlimited = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
     times: dict[bool, list[float]] = {True: [], False: []}
     looks = []
     for n in range(24):
         for ours in (n % 2 == 0, n % 2 == 1):
             begun = perf_counter()
             renderer = front_end.renderers[0 if ours else 1]
-            prompt = renderer.render_chat([messages], params, unlimited)[1][0]
+            prompt = renderer.render_chat([messages], params, UNLIMITED)[1][0]
             if ours:
                 ids, rendered = prompt["prompt_token_ids"], perf_counter()
                 asked = EngineCoreRequest("", ids, None, SamplingParams(), None, 0.0, None, None, None)

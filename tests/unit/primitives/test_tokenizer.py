@@ -25,6 +25,7 @@ from .conftest import CORPUS, LOSSLESS
 register_mode()
 T = PrimitiveTexts()
 
+TOLD = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
 DOCUMENTS = ["Document one: the capital", " of France.", "naïve café\n", "東京 12345", "  spaces  ", "a"]
 
 # Words of the corpus, spaces and newlines, marks that tokenizers treat specially, and any character.
@@ -108,13 +109,7 @@ def test_leaving_the_cutting_to_the_tokenizer_would_break_the_law(tokenizer_dirs
 @any_kind
 @given(text=texts, add=st.booleans(), length=st.integers(3, 12) | st.none())
 def test_text_without_primitives_is_byte_identical_to_stock(stock, ours, text, add, length):
-    options = {
-        "add_special_tokens": add,
-        "truncation": length is not None,
-        "max_length": length,
-        "return_offsets_mapping": True,
-        "return_special_tokens_mask": True,
-    }
+    options = TOLD | {"add_special_tokens": add, "truncation": length is not None, "max_length": length}
     assert dict(ours(text, **options)) == dict(stock(text, **options))
     assert ours.encode(text, add_special_tokens=add) == stock.encode(text, add_special_tokens=add)
     assert ours.tokenize(text) == stock.tokenize(text)
@@ -158,8 +153,7 @@ def test_truncation_agrees_with_stock_on_the_same_tokens(stock, ours):
 @given(parts=parts)
 def test_offsets_point_at_the_text(stock, ours, parts):
     text = joined([*parts, Marker.PDEP])
-    told = dict.fromkeys(("return_offsets_mapping", "return_special_tokens_mask"), True)
-    encoding = ours(text, add_special_tokens=False, **told)
+    encoding = ours(text, add_special_tokens=False, **TOLD)
     expected, at = [], 0
     for part in split_text(text, T):
         if isinstance(part, Marker):
@@ -178,9 +172,8 @@ def test_offsets_point_at_the_text(stock, ours, parts):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_batches_and_padding_have_the_form_of_stock(stock, ours, padding, side):
     plain = ["one two three four", "a"]
-    options = {"padding": padding, "max_length": 24, "padding_side": side}
-    told = ("return_special_tokens_mask", "return_offsets_mapping", "return_length", "truncation")
-    options |= dict.fromkeys(told, True)
+    options = TOLD | {"padding": padding, "max_length": 24, "padding_side": side}
+    options |= {"return_length": True, "truncation": True}
     reference = stock(plain, **options)
     batch = ours([*plain, f"a{T.sep}b"], **options)
     assert batch.keys() == reference.keys()
@@ -234,14 +227,11 @@ def test_decoding_gives_each_piece_back(stock, ours, kind, parts):
 def test_incremental_detokenisation_after_a_prompt_with_markers(stock, ours, skip, detokenizer_cls):
     answer = alone(stock, "The river is the Seine.")
     marked = ours.encode(f"a{T.sep}b{T.pdep}{T.pad}{T.sep}What?")
+    sampling = SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=False)
+    common = {"request_id": "r", "sampling_params": sampling, "prompt_embeds": None}
     found = []
     for tokenizer, prompt in ((stock, alone(stock, "What?")), (ours, marked)):
-        request = SimpleNamespace(
-            request_id="r",
-            sampling_params=SamplingParams(skip_special_tokens=skip, spaces_between_special_tokens=False),
-            prompt_token_ids=prompt,
-            prompt_embeds=None,
-        )
+        request = SimpleNamespace(prompt_token_ids=prompt, **common)
         detokenizer = detokenizer_cls(tokenizer, request)
         for token in answer:
             detokenizer.update([token], False)

@@ -1,7 +1,5 @@
 """A tier that hangs, fails, is full or gives back other bytes, when a test says so."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -54,11 +52,9 @@ class AwkwardTier:
         self.tells = tells
         self.before: dict[str, Callable[[], None]] = {}
         self.objects: dict[ObjectName, memoryview] = {}
-        self.values: dict[ObjectName, CacheValue] = {}
         self.expiries: dict[ObjectName, float | None] = {}
         self.pinned: set[ObjectName] = set()
         self.calls: list[str] = []
-        self.opens = 0
         self.closed = False
         self._hangs: list[Hang] = []
 
@@ -89,7 +85,6 @@ class AwkwardTier:
         self.before.get(operation, lambda: None)()
 
     def open(self) -> None:
-        self.opens += 1
         self._begin("open")
 
     def may_hold(self, name: ObjectName) -> bool:
@@ -109,7 +104,6 @@ class AwkwardTier:
 
     def put(self, name: ObjectName, data: memoryview, value: CacheValue) -> None:
         self._begin("put")
-        self.values.setdefault(name, value)
         self.objects.setdefault(name, data)
 
     def delete(self, name: ObjectName) -> bool:

@@ -18,11 +18,9 @@ class BudgetContract:
     BUDGET = 1000
 
     @pytest.fixture(autouse=True)
-    def _audit_small(self, small: Tier):
+    def _audit_small(self, small):
         yield
-        audit = getattr(small, "check_integrity", None)
-        if audit is not None:
-            audit()
+        small.check_integrity()
 
     @pytest.fixture
     def full(self, small: Tier) -> Tier:

@@ -1,6 +1,4 @@
-"""Clocks of the store's tests, and stores and disk tiers that are closed in the end."""
-
-from __future__ import annotations
+"""Clocks of the store's tests; stores, disk tiers and Redis servers that are closed in the end."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.services import RedisServer
 from vllm_hypic.store.eviction.policy import LruPolicy
 from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 from vllm_hypic.store.tiers.disk import DiskTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, wait_for
-from .stores import DEADLINE_S, SIZE, One, Opener, Two
+from .stores import SIZE, One, Opener, Two
 from .tier_contract import name
 
 HEAD_BYTES = 64
 """Of a file of the disk tier, before the object."""
+PASSWORD = "open-sesame-7"
+"""Of :func:`redis_server`."""
 OpenTier = Callable[..., DiskTier]
 
 
@@ -80,15 +81,23 @@ def on_disk(clock: ManualClock, tmp_path: Path) -> Iterator[OpenTier]:
 
 
 @pytest.fixture
+def tier(on_disk: OpenTier) -> DiskTier:
+    return on_disk()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
+        yield server
+
+
+@pytest.fixture
 def opened(clock: ManualClock) -> Iterator[Opener]:
     stores: list[TieredStore] = []
     tiers: list[AwkwardTier] = []
 
     def open_store(*of: AwkwardTier, **settings: object) -> TieredStore:
-        defaults = {
-            **{"deadline_s": DEADLINE_S, "write_deadline_s": 10.0, "open_s": PATIENCE_S},
-            **{"close_s": PATIENCE_S, "back_off_s": 1.0, "queue_bytes": 10 * SIZE},
-        }
+        defaults = dict(write_deadline_s=10.0, open_s=PATIENCE_S, close_s=PATIENCE_S, queue_bytes=10 * SIZE)
         store = TieredStore(of, StoreSettings(**{**defaults, **settings}), clock=clock, wall=clock)
         stores.append(store)
         tiers.extend(of)

@@ -5,29 +5,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
+from benchmarks.services import Service
 from vllm_hypic.store.tiers.base import Tier, TierError
 
 from .awkward_tiers import PATIENCE_S, wait_for
 from .conftest import WallClock
-from .tier_contract import THREADS, SurvivesRestart, content, got, in_threads, name, put
+from .tier_contract import THREADS, SurvivesRestart, TierContract, content, got, in_threads, name, put
 
 Connect = Callable[..., Any]
-
-
-class RemoteServer(Protocol):
-    """Of ``benchmarks/services.py``."""
-
-    port: int
-    url: str
-
-    def start(self) -> None: ...
-    def kill(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
 
 
 @contextmanager
@@ -45,13 +34,8 @@ def connections(make: Callable[..., Tier], name: str, url: str) -> Iterator[Conn
         yield connect
 
 
-class RemoteContract(SurvivesRestart):
-    """Fixtures of the subclass, or of its module:
-
-    ``server``: it runs, and what was put survives it.
-    ``connect``: see :func:`connections`.
-    ``tier``: open and empty.
-    """
+class OnWallClock(TierContract):
+    """Of tiers whose time cannot be set."""
 
     tick = 0.25
 
@@ -59,8 +43,17 @@ class RemoteContract(SurvivesRestart):
     def clock(self) -> WallClock:
         return WallClock()
 
+
+class RemoteContract(OnWallClock, SurvivesRestart):
+    """Fixtures of the subclass, or of its module:
+
+    ``server``: it runs, and what was put survives it.
+    ``connect``: see :func:`connections`.
+    ``tier``: open and empty.
+    """
+
     @pytest.fixture
-    def reopen(self, server: RemoteServer, connect: Connect):
+    def reopen(self, server: Service, connect: Connect):
         """The tier and the server are started anew, the server after ``kill -9``."""
 
         def again(tier: Tier) -> Tier:
@@ -82,7 +75,7 @@ class RemoteContract(SurvivesRestart):
             tier.clear,
         ]
 
-    def test_a_killed_server_fails_until_restarted(self, tier: Tier, connect: Connect, server: RemoteServer):
+    def test_a_killed_server_fails_until_restarted(self, tier: Tier, connect: Connect, server: Service):
         """Of a tier that is open, and of one that is to be opened."""
         data = put(tier, 1, 1_000_000)
         newcomer = connect(opened=False)
@@ -101,7 +94,7 @@ class RemoteContract(SurvivesRestart):
         for mended in (tier, newcomer):
             assert put(mended, 2, 100) == got(mended, 2)
 
-    def test_a_hanging_server_is_an_error_in_time(self, tier: Tier, connect: Connect, server: RemoteServer):
+    def test_a_hanging_server_is_an_error_in_time(self, tier: Tier, connect: Connect, server: Service):
         hasty = connect(timeout_s=0.5)
         data = put(hasty, 1, 1000)
         server.pause()
@@ -113,7 +106,7 @@ class RemoteContract(SurvivesRestart):
             server.resume()
         assert got(hasty, 1) == data
 
-    def test_threads_see_only_tier_errors_of_a_kill(self, tier: Tier, connect: Connect, server: RemoteServer):
+    def test_threads_see_only_tier_errors_of_a_kill(self, tier: Tier, connect: Connect, server: Service):
         """Every object read is whole; afterwards the same tier works, and has all whose put returned."""
         hasty = connect(timeout_s=2.0)
         stop, lost = threading.Event(), threading.Event()

@@ -1,16 +1,15 @@
 """Stores over awkward tiers, and what tests do with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from vllm_hypic.store.protocol import CacheValue, Fetched, Verdict
+from vllm_hypic.store.settings import StoreSettings
 from vllm_hypic.store.tiered import TieredStore
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, Hang, name, wait_for
 
-DEADLINE_S = 5.0
+DEADLINE_S = StoreSettings().deadline_s
 SIZE = 100
 
 

@@ -1,7 +1,5 @@
 """An asynchronous tier by itself: what it knows will be there, what it counts, what it gives up."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -126,10 +124,9 @@ def test_a_deletion_that_hangs_is_the_next_to_be_tried(clock: ManualClock) -> No
     blocking = AwkwardTier()
     tier = opened(blocking, clock, most_hung=9)
     run_all(tier)
-    patience_s = StoreSettings().write_deadline_s
 
     def hangs() -> None:
-        clock.advance(patience_s)
+        clock.advance(StoreSettings().write_deadline_s)
         tier.expire(clock())
 
     blocking.before.update(delete=hangs, pin=hangs)

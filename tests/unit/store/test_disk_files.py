@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -20,12 +21,6 @@ from vllm_hypic.store.tiers.disk_files import PARTIAL
 
 from .conftest import HEAD_BYTES, place
 from .tier_contract import content, got, name, put, value, view
-
-
-@pytest.fixture
-def tier(on_disk):
-    return on_disk()
-
 
 # -- files
 
@@ -268,15 +263,16 @@ def test_an_opening_process_that_takes_a_new_file_for_a_leftover(tier, tmp_path,
 
 
 @contextmanager
-def failing(code: int, *functions: str, times: int = 1_000_000) -> Iterator[list[str]]:
-    """These functions of ``os`` fail, ``times`` times together; notes which did."""
+def failing(code: int, *functions: str, after: int = 0, times: int = 1_000_000) -> Iterator[list[str]]:
+    """These functions of ``os`` fail after ``after`` calls, ``times`` times together; notes which did."""
     failed: list[str] = []
+    calls = itertools.count()
 
     def replacement(function: str) -> Callable[..., object]:
         real = getattr(os, function)
 
         def fail(*args, **kwargs):
-            if len(failed) == times:
+            if not after <= next(calls) < after + times:
                 return real(*args, **kwargs)
             failed.append(function)
             raise OSError(code, os.strerror(code))
@@ -325,21 +321,12 @@ def test_other_faults_of_writing(on_disk, function, code):
     assert put(tier, 2, 300) == got(tier, 2)
 
 
-def test_a_folder_that_cannot_be_made_durable_holds_nothing(on_disk, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_made_durable_holds_nothing(on_disk, tmp_path):
     """The last step of a put: the object is in its place, and has to leave it."""
     tier = on_disk(durable=True)
     put(tier, 1, 300)
     tier.delete(name(1))
-    real, calls = os.fsync, [0]
-
-    def fail_second(fd):
-        calls[0] += 1
-        if calls[0] == 2:
-            raise OSError(errno.EIO, "planted")
-        real(fd)
-
-    monkeypatch.setattr(os, "fsync", fail_second)
-    with pytest.raises(TierError, match="planted"):
+    with failing(errno.EIO, "fsync", after=1, times=1), pytest.raises(TierError, match="Input/output"):
         put(tier, 1, 300)
     assert not place(tmp_path, 1).exists()
 

@@ -20,7 +20,7 @@ from vllm_hypic.store.tiers.base import Tier, TierFull
 from vllm_hypic.store.tiers.disk_files import PARTIAL, ObjectFiles
 
 from . import tier_contract as contract
-from .awkward_tiers import PATIENCE_S, wait_for
+from .awkward_tiers import PATIENCE_S, Hang, wait_for
 from .budget_contract import BudgetContract
 from .conftest import HEAD_BYTES, OpenTier, place
 from .test_record import HEADER, written
@@ -63,11 +63,6 @@ class TestBudget(BudgetContract):
     @pytest.fixture
     def small(self, on_disk: OpenTier):
         return on_disk(self.BUDGET)
-
-
-@pytest.fixture
-def tier(on_disk):
-    return on_disk()
 
 
 # -- several processes in one folder
@@ -178,44 +173,37 @@ def test_a_folder_that_somebody_emptied(tier, tmp_path):
 # -- what readers see meanwhile
 
 
-def test_an_object_that_is_deleted_while_it_is_read(tier, monkeypatch):
-    data = put(tier, 1, 300)
-    monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(lambda fd: tier.delete(name(1))))
-    assert got(tier, 1) == data
-    assert not tier.may_hold(name(1)) and tier.used()[0] == 0
-
-
-def test_an_object_that_is_replaced_while_it_is_read(tier, monkeypatch):
+@pytest.mark.parametrize("then", [[], [400]], ids=["deleted", "replaced"])
+def test_an_object_that_leaves_while_it_is_read(tier, monkeypatch, then):
     data = put(tier, 1, 300)
 
-    def replace(fd: int) -> None:
+    def leave(fd: int) -> None:
         tier.delete(name(1))
-        tier.put(name(1), view(content(2, 400)), value(400))
+        for nbytes in then:
+            tier.put(name(1), view(content(2, nbytes)), value(nbytes))
 
-    monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(replace))
+    monkeypatch.setattr(ObjectFiles, "note_use", staticmethod(leave))
     assert got(tier, 1) == data
-    assert tier.used()[0] == 400
+    assert tier.may_hold(name(1)) is bool(then) and tier.used()[0] == sum(then)
 
 
 def test_an_object_is_not_visible_before_it_is_complete(tier, monkeypatch):
     """Held up before the rename: a reader sees nothing, and does not wait."""
-    reached, go_on = threading.Event(), threading.Event()
-    real = os.rename
+    hang, real = Hang(), os.rename
 
     def wait(source, target):
-        reached.set()
-        assert go_on.wait(30)
+        hang()
         real(source, target)
 
     monkeypatch.setattr(os, "rename", wait)
     thread = threading.Thread(target=put, args=(tier, 1, 300), daemon=True)
     thread.start()
-    assert reached.wait(30)
+    hang.wait_until_entered()
     assert got(tier, 1) is None and not tier.may_hold(name(1))
     assert tier.used()[0] == 0
     with pytest.raises(TierFull, match="being written"):
         put(tier, 2, 701)
-    go_on.set()
+    hang.release()
     thread.join(30)
     assert got(tier, 1) == content(1, 300)
 

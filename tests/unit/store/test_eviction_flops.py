@@ -1,7 +1,5 @@
 """Estimated FLOPs of a prefill against the models' own layers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

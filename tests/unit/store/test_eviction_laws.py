@@ -1,7 +1,5 @@
 """Laws of the eviction policies: what they may say, when they agree, and which newcomers they let in."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Tasks, circuit breakers and executors: states, back-off, order, what becomes of a thread that hangs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The embedded LMCache tier: memory alone, with a disk, with Redis; the one of a real ``lmcache server``."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -22,14 +20,13 @@ from vllm_hypic.store.tiers.lmcache import LMCacheTier
 from vllm_hypic.store.tiers.lmcache_server import LMCacheServerTier
 
 from .awkward_tiers import wait_for
-from .conftest import WallClock
-from .remote_contract import Connect, RemoteContract, connections
-from .tier_contract import ForgetsAtRestart, SurvivesRestart, TierContract, content, got, name, put, value
+from .conftest import PASSWORD
+from .remote_contract import Connect, OnWallClock, RemoteContract, connections
+from .tier_contract import ForgetsAtRestart, SurvivesRestart, content, got, name, put, value
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 L1_BYTES = 64 << 20
-PASSWORD = "open-sesame-7"
 NAMES = 30
 """The contract's tests use no more."""
 
@@ -57,21 +54,12 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"type": "fs_native", "base_path": str(tmp_path / "l2")}
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
-        yield server
-
-
 def redis_l2(server: RedisServer) -> dict[str, Any]:
-    where = {"host": "127.0.0.1", "port": server.port, "password": PASSWORD}
-    return {"type": "resp", "num_workers": 2, **where}
+    return {"type": "resp", "num_workers": 2, "host": "127.0.0.1", "port": server.port, "password": PASSWORD}
 
 
-class LMCacheContract(TierContract):
+class LMCacheContract(OnWallClock):
     """One tier for all tests: closing one takes LMCache seconds."""
-
-    tick = 0.25
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -92,10 +80,6 @@ class LMCacheContract(TierContract):
         shared.open()
         for i in range(NAMES):  # clear() knows nothing of what a tier did that is closed
             shared.delete(name(i))
-
-    @pytest.fixture
-    def clock(self) -> WallClock:
-        return WallClock()
 
     @pytest.fixture
     def reopen(self, make_tier: MakeTier, l2: list[dict[str, Any]]):

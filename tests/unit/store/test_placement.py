@@ -1,8 +1,6 @@
 """Where states stand: the optimum against brute force and against every other rule; what is learned of
 depths."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -31,14 +31,7 @@ from vllm_hypic.store.record import (
 )
 
 NAMESPACE, KEY, OTHER = "ab" * 32, "cd" * 32, "ef" * 32
-WHOSE = {
-    "namespace": NAMESPACE,
-    "key": KEY,
-    "rank": 1,
-    "world": 2,
-    "columns": 10,
-    "leading": False,
-}
+WHOSE = {"namespace": NAMESPACE, "key": KEY, "rank": 1, "world": 2, "columns": 10, "leading": False}
 HEADER = RecordHeader(
     **WHOSE,
     value_tokens=26,
@@ -74,11 +67,8 @@ def written(header: RecordHeader = HEADER, seed: int = 0, stops_at: int | None =
 
 
 def limits(header: RecordHeader) -> Expected:
-    """What exactly ``header`` satisfies."""
-    sections = tuple(SectionLimit(s.name, s.dtype, s.shape) for s in header.sections)
-    return Expected(
-        header.namespace, header.key, header.rank, header.world, header.columns, header.leading, sections
-    )
+    """What exactly ``header``, of :data:`WHOSE`, satisfies."""
+    return Expected(**WHOSE, sections=tuple(SectionLimit(s.name, s.dtype, s.shape) for s in header.sections))
 
 
 def test_round_trip_is_bit_exact_and_copies_nothing():

@@ -1,9 +1,6 @@
 """The password of a Redis tier comes from a file or the environment, and stands in no message."""
 
-from __future__ import annotations
-
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,10 @@ from vllm_hypic.store.tiers.base import TierError
 from vllm_hypic.store.tiers.redis import RedisTier
 
 from .awkward_tiers import PATIENCE_S
+from .conftest import PASSWORD
 from .stores import Reading, commit, fetch
 
-PASSWORD = "open-sesame-7"
 VARIABLE = "HYPIC_TEST_REDIS_PASSWORD"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
-        yield server
 
 
 class WithoutHello(RedisServer):
@@ -91,7 +82,7 @@ def test_file_and_environment_exclude_each_other() -> None:
 @pytest.mark.parametrize("option", ["password_file", "password_env"])
 def test_a_tier_with_a_password(
     option: str,
-    server: RedisServer,
+    redis_server: RedisServer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -101,7 +92,7 @@ def test_a_tier_with_a_password(
     file.write_text(f"{PASSWORD}\n")
     monkeypatch.setenv(VARIABLE, PASSWORD)
     chosen = {option: str(file) if option == "password_file" else VARIABLE}
-    config = config_of({"type": "redis", "url": f"redis://127.0.0.1:{server.port}/0", **chosen})
+    config = config_of({"type": "redis", "url": f"redis://127.0.0.1:{redis_server.port}/0", **chosen})
     store = build_store(config.store, "namespace")
     assert store is not None
     try:

@@ -11,19 +11,16 @@ from benchmarks.services import RedisServer
 from vllm_hypic.store.tiers.base import Tier, TierError, TierFull
 from vllm_hypic.store.tiers.redis import MAX_OBJECT_BYTES, RedisTier
 
-from .conftest import WallClock
+from .conftest import PASSWORD, WallClock
 from .remote_contract import Connect, RemoteContract, connections
 from .tier_contract import HeedsPins, got, name, put, value, view
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-PASSWORD = "open-sesame-7"
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
-        yield server
+@pytest.fixture
+def server(redis_server: RedisServer) -> RedisServer:
+    return redis_server
 
 
 @pytest.fixture

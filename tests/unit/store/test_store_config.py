@@ -1,7 +1,5 @@
 """Options of the store: read from JSON, checked once, refused by name; built into tiers, told from others."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

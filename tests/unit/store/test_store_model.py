@@ -4,8 +4,6 @@ Nothing runs in parallel: the store is not opened, so it has no threads; a rule 
 done next.  A hanging operation is one during which its deadline passes and other calls happen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from hypothesis import settings
@@ -20,15 +18,11 @@ from vllm_hypic.store.tiers.base import TierError
 
 from .awkward_tiers import AwkwardTier, full, name
 from .conftest import ManualClock
+from .stores import SIZE, content
 
-SIZE = 16
 NAMES = st.integers(0, 3)
 TIERS = st.integers(0, 2)
 OPERATIONS = st.sampled_from(["get", "put", "delete", "clear", "used", "pin", "expire"])
-
-
-def content(i: int) -> bytes:
-    return bytes([i]) * SIZE
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -1,8 +1,6 @@
 """The store over tiers: what is committed is found, moves up, and is whole; back-pressure; the end; which
 objects a tier has."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

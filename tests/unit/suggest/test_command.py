@@ -144,10 +144,8 @@ def test_seams_are_not_reused(run: Callable[..., Any]) -> None:
 def test_batches_and_standard_input_are_read(run: Callable[..., Any]) -> None:
     log = KNOWN["text"][0]
     batch = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(log)]
-    lines = "\n\n".join(map(json.dumps, batch))
-    assert run(lines, "--json", stdin=True) == run(log, "--json")
-    together = run([{"prompt": [body["prompt"] for body in log]}], "--json")
-    assert together == run(log, "--json")
+    assert run("\n\n".join(map(json.dumps, batch)), "--json", stdin=True) == run(log, "--json")
+    assert run([{"prompt": [body["prompt"] for body in log]}], "--json") == run(log, "--json")
 
 
 def test_tenants_share_nothing(run: Callable[..., Any]) -> None:

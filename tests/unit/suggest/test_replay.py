@@ -58,8 +58,7 @@ def test_tenants_and_uncut_prompts_have_caches_of_their_own() -> None:
     engine = replay()
     engine.answer((), cut(A, B), "a")
     assert engine.answer((), cut(A, B), "b") == 0 < engine.answer((), cut(A, B), "a")
-    ids = LEAD + A + B + QUERY
-    assert [engine.answer(ids, None, salt) for salt in ("a", "b", "a")] == [0, 0, 112]
+    assert [engine.answer(LEAD + A + B + QUERY, None, salt) for salt in ("a", "b", "a")] == [0, 0, 112]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A router between fake instances, all over real sockets."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from .fake import PERMITS, FakeInstance, behave
 
 BOUND_S = 20.0
 EXPLAIN = {"x-hypic-breakdown": "1"}
+Fakes = Sequence[FakeInstance]
 
 
 def breakdown(answer: httpx.Response) -> dict[str, Any]:
@@ -65,12 +64,9 @@ class RunningRouter:
 
     def counted(self, name: str, *values: str) -> float:
         """A metric; the sum over the labels that are left out."""
-        total = 0.0
-        for family in text_string_to_metric_families(self.http.get("/metrics").text):
-            for sample in family.samples:
-                if sample.name == name and set(values) <= set(sample.labels.values()):
-                    total += sample.value
-        return total
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        samples = (s for family in families for s in family.samples if s.name == name)
+        return sum(s.value for s in samples if set(values) <= set(s.labels.values()))
 
     def complete(self, prompt: Any, **more: Any) -> httpx.Response:
         headers = more.pop("headers", {})
@@ -104,12 +100,7 @@ class Site(Closing):
         return self.fakes[-1]
 
     def router(
-        self,
-        prefill: Sequence[FakeInstance],
-        combine: Sequence[FakeInstance],
-        secret: Secret | None = None,
-        ready: bool = True,
-        **options: Any,
+        self, prefill: Fakes, combine: Fakes, secret: Secret | None = None, ready: bool = True, **options: Any
     ) -> RunningRouter:
         """Nothing is late on a busy machine unless ``options`` say so."""
         options = {"straggler_min_s": 1000.0, **options}
@@ -121,7 +112,7 @@ class Site(Closing):
 
     def start(
         self, workers: int = 2, combines: int = 1, fakes: dict[str, Any] | None = None, **options: Any
-    ) -> tuple[RunningRouter, list[FakeInstance], list[FakeInstance]]:
+    ) -> tuple[RunningRouter, Fakes, Fakes]:
         """A router between so many workers and combine nodes, which have ``fakes`` for options."""
         made = [self.fake(**fakes or {}) for _ in range(workers + combines)]
         prefill, combine = made[:workers], made[workers:]

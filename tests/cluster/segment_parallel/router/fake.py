@@ -1,7 +1,5 @@
 """A stand-in for ``vllm serve``: no model, but the real plan, events, receiver and sender."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools
@@ -26,7 +24,7 @@ from vllm_hypic.primitives.tokens import PrimitiveIds
 from vllm_hypic.segment_parallel.description import Description
 from vllm_hypic.segment_parallel.events import Publisher
 from vllm_hypic.segment_parallel.permits import Permits, Subject
-from vllm_hypic.segment_parallel.received import Outcome, Received
+from vllm_hypic.segment_parallel.received import Outcome
 from vllm_hypic.segment_parallel.receiver import Receiver
 from vllm_hypic.segment_parallel.secret import Secret
 from vllm_hypic.segment_parallel.sender import Sender
@@ -116,12 +114,6 @@ class Behaviour:
     describe_status: int | None = None
 
 
-def behave(fakes: Iterable[FakeInstance], **how: Any) -> None:
-    for fake in fakes:
-        for name, value in how.items():
-            setattr(fake.behaviour, name, value)
-
-
 @dataclass
 class FakeInstance:
     """One instance with threads of its own; ``close()`` it."""
@@ -160,7 +152,7 @@ class FakeInstance:
         """A new process at the same addresses, which knows nothing."""
         self.instance = secrets.token_hex(8)
         self.resident, self._making = set(), {}
-        self._received: dict[str, Received] = {}
+        self._received: dict[str, Outcome] = {}
         self.receiver = Receiver("tcp://127.0.0.1:0", self.namespace, self.secret, 1 << 20)
         self.sender = Sender(self.namespace, self.secret)
         self.publisher = Publisher(self.events_url, self.secret)
@@ -184,9 +176,8 @@ class FakeInstance:
     # -- the engine ------------------------------------------------------------------------------
 
     def describe(self) -> Description:
-        own = {
-            name: getattr(self, name) for name in ("instance", "models", "namespace", "limits", "deadline_s")
-        }
+        names = ("instance", "models", "namespace", "limits", "deadline_s")
+        own = {name: getattr(self, name) for name in names}
         where = {"receiver": self.receiver.url, "events": self.events_url, "shared_tiers": tuple(self.tiers)}
         return description(**own, **where, max_model_len=self.limits.max_request_tokens + 1)
 
@@ -239,9 +230,8 @@ class FakeInstance:
         until = time.monotonic() + seconds
         while name not in self._received and time.monotonic() < until:
             await asyncio.sleep(0.002)
-            self._received.update({found.name: found for found in self.receiver.poll()})
-        received = self._received.pop(name, None)
-        outcome = received.outcome if received is not None else None
+            self._received.update({found.name: found.outcome for found in self.receiver.poll()})
+        outcome = self._received.pop(name, None)
         stored = outcome is Outcome.IN_TIER and any(key in held for held in self.tiers.values())
         if stored:
             self.fetched.append(key)
@@ -366,6 +356,12 @@ class FakeInstance:
     @property
     def completions(self) -> list[Seen]:
         return [s for s in list(self.seen) if s.path in ("/v1/completions", "/v1/chat/completions")]
+
+
+def behave(fakes: Iterable[FakeInstance], **how: Any) -> None:
+    for fake in fakes:
+        for name, value in how.items():
+            setattr(fake.behaviour, name, value)
 
 
 ANSWER = b'{"choices": [{"text":  "an answer"}]}\n'

@@ -1,7 +1,5 @@
 """Who computes what, and who may be asked: decided from what is known, without sockets."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -220,9 +218,7 @@ def test_the_pools_namespace_is_that_of_most_combine_nodes() -> None:
     assert of.settle() == []
 
     def change(i: int, to: str) -> list[tuple[Instance, Exclusion]]:
-        old = of.instances[i].description
-        assert old is not None
-        of.instances[i].description = structs.replace(old, namespace=to)
+        of.instances[i].description = structs.replace(of.instances[i].description, namespace=to)
         return of.settle()
 
     first, _, third, worker = of.instances

@@ -1,8 +1,6 @@
 """The router's plan is the engine's, a warm-up prompt makes exactly the record that the plan names, and only
 requests that are worth it are tokenised: where text counts, and where it is literal."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,8 +67,7 @@ def described(side: SchedulerConnector, **more: Any) -> Description:
         max_model_len=MODEL_LEN,
         limits=side.planner.limits(),
     )
-    body = {**msgspec.to_builtins(said), **more}
-    return msgspec.json.decode(msgspec.json.encode(body), type=Description)
+    return msgspec.json.decode(msgspec.json.encode({**msgspec.to_builtins(said), **more}), type=Description)
 
 
 prompts = st.lists(
@@ -156,8 +153,7 @@ def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch:
     side = engine(linear=False)
     ids = [t for i in range(5) for t in (IDS.sep, *[i] * 50)] + [IDS.sep, 99]
     planned = plan_request(ids, {"hypic_link": "prompt-cache"}, None, described(side))
-    expected = plan_of(side, ids, {"hypic_link": "prompt-cache"})
-    assert planned is not None and planned.plan == expected
+    assert planned is not None and planned.plan == plan_of(side, ids, {"hypic_link": "prompt-cache"})
     assert [len(s.prompt) for s in planned.segments] == [52, 102, 152, 202, 0]
     made = [planned.made_by(planned.description, s) for s in planned.segments]
     assert made == [True, True, True, True, False]
@@ -167,8 +163,7 @@ def test_warm_up_prompts_of_one_request_do_not_grow_with_its_square(monkeypatch:
 
 def test_the_longest_segment_that_a_model_takes() -> None:
     for n in (MODEL_LEN - 2, MODEL_LEN - 1, MODEL_LEN):
-        side = engine(linear=True)
-        plan = planned_alike(side, [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3], {}, None)
+        plan = planned_alike(engine(linear=True), [*([1] * n), IDS.sep, *([2] * 40), IDS.sep, 3], {}, None)
         assert plan is not None and len(plan.segments) == (2 if n < MODEL_LEN else 1)
 
 

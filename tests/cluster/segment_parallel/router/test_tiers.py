@@ -1,7 +1,5 @@
 """Records that go through a tier which worker and combine node share; where that fails, they go directly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Every server prefills one segment at a time, so that an answer through the route
 the bits of a single server's.  The combine nodes read one worker's records over NIXL; the other has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What tests do with the servers: ask, break, and wait until something is seen."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 import time
@@ -46,7 +44,7 @@ class Stand:
 
     def ask(self, prompt: list[int], **body: Any) -> Reply:
         """Through the router."""
-        return completion(self.cluster.router.url, _body(prompt, body), timeout_s=BOUND_S)
+        return ask(self.cluster.router, prompt, **body)
 
     def asking(self, prompt: list[int], **body: Any) -> Future[Reply]:
         """The same, in a thread."""
@@ -59,14 +57,10 @@ class Stand:
         assert found.same_as(self.alone(prompt))
         return found
 
-    def alone(self, prompt: list[int]) -> Reply:
-        """From a single server, cold."""
-        return self.alone_at(next(c for c in self.cluster.combines if c.processes()), prompt)
-
-    def alone_at(self, server: Instance, prompt: list[int]) -> Reply:
-        """From this one, cold: nobody else has this salt."""
-        body = _body(prompt, {"cache_salt": f"alone {next(_SALTS)}"})
-        return completion(server.url, body, timeout_s=BOUND_S)
+    def alone(self, prompt: list[int], server: Instance | None = None) -> Reply:
+        """From a single server, cold: nobody else has this salt."""
+        server = server or next(c for c in self.cluster.combines if c.processes())
+        return ask(server, prompt, cache_salt=f"alone {next(_SALTS)}")
 
     def samples(self) -> Samples:
         return self.cluster.router.samples()
@@ -98,8 +92,7 @@ class Stand:
         router = self.cluster.router
         while True:
             health = httpx.get(f"{router.url}/healthcheck", timeout=BOUND_S).json()
-            alive = [i for i in self.cluster.instances if i.processes()]
-            numbers = {i.url: _hypic(i) for i in alive}
+            numbers = {i.url: _hypic(i) for i in self.cluster.instances if i.processes()}
             held = {u: (n.get("pinned", 0), n.get("waiting", 0)) for u, n in numbers.items()}
             busy = [i["url"] for i in health["instances"] if i["open_requests"]]
             if not health["in_flight_transfers"] and not busy and not any(any(h) for h in held.values()):
@@ -109,6 +102,11 @@ class Stand:
         return numbers
 
 
+def ask(server: Server, prompt: list[int], **body: Any) -> Reply:
+    asked = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, **body}
+    return completion(server.url, asked, timeout_s=BOUND_S)
+
+
 def grown(before: Samples, after: Samples, *name: str) -> float:
     """By how much a sample has grown; 0 where it is not there yet."""
     return after.get(name, 0.0) - before.get(name, 0.0)
@@ -116,13 +114,11 @@ def grown(before: Samples, after: Samples, *name: str) -> float:
 
 def failures(before: Samples, after: Samples) -> dict[tuple[str, ...], float]:
     """Where and what, and how often."""
-    found = {k[1:]: grown(before, after, *k) for k in after if k[0] == FAILURES}
-    return {k: v for k, v in found.items() if v}
+    return {k[1:]: v for k in after if k[0] == FAILURES and (v := grown(before, after, *k))}
 
 
 def parts(reply: Reply) -> tuple[Part, ...]:
     """What became of the segments of a prompt that was spread."""
-    assert reply.breakdown is not None and reply.breakdown.segments is not None
     return reply.breakdown.segments
 
 
@@ -149,10 +145,6 @@ def allow(server: RedisServer, user: str, commands: str = "+@all") -> None:
     """Let the user do this; ``-@all``: nothing any more."""
     with server.client() as client:
         client.acl_setuser(user, enabled=True, nopass=True, keys=["*"], commands=[commands])
-
-
-def _body(prompt: list[int], more: Mapping[str, Any]) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, **more}
 
 
 def _hypic(instance: Instance) -> dict[str, float]:

@@ -1,20 +1,15 @@
 """The router answers like a single server, for all ways of computing a prompt and for all clients."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import os
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from api.conftest import Question, answered, post, text
-from lib import forked
+from api.conftest import Question, answered, post, run_script, text
 
 from examples.demo.single import make_tasks
 from vllm_hypic.primitives.tokens import PrimitiveTexts
@@ -28,7 +23,6 @@ TEXTS = PrimitiveTexts()
 def test_eight_uneven_segments(stand: Stand):
     before = stand.samples()
     found = stand.right().breakdown
-    assert found is not None and found.segments is not None
     assert (found.kind, found.local) == ("parallel", 0)
     assert [p.source for p in found.segments] == ["dispatched"] * len(LENGTHS)
     # A worker's word may come behind the answer: the router does not know then who made a segment.
@@ -89,8 +83,7 @@ def test_many_prompts_at_once(stand: Stand):
     parts = [stand.prompt((96, 160, 64)) for _ in range(3)]
     joined = [a[:-24] + b[96:] for a, b in itertools.permutations(parts, 2)]
     prompts = [*parts, *joined, *(stand.prompt() for _ in range(3))]
-    futures = [(p, stand.asking(p)) for p in prompts * 2]
-    for prompt, future in futures:
+    for prompt, future in [(p, stand.asking(p)) for p in prompts * 2]:
         assert future.result(BOUND_S).tokens == stand.alone(prompt).tokens
 
 
@@ -125,15 +118,14 @@ def test_questions_have_their_answers(stand: Stand, surface: str):
 
 
 def test_plain_requests_and_other_routes_pass(stand: Stand):
-    url = stand.cluster.router.url
-    body = {"prompt": "<bos> w1 w2 w3", "max_tokens": 4, "temperature": 0}
     router, single = stand.cluster.router, stand.cluster.combines[0]
+    body = {"prompt": "<bos> w1 w2 w3", "max_tokens": 4, "temperature": 0}
     assert text(answered(router, "/v1/completions", body)) == text(answered(single, "/v1/completions", body))
-    models = httpx.get(f"{url}/v1/models", timeout=BOUND_S).json()["data"]
+    models = httpx.get(f"{router.url}/v1/models", timeout=BOUND_S).json()["data"]
     assert [m["id"] for m in models] == [str(stand.cluster.setup.model)]
-    tokens = httpx.post(f"{url}/tokenize", json={"prompt": "w1 w2"}, timeout=BOUND_S).json()
+    tokens = httpx.post(f"{router.url}/tokenize", json={"prompt": "w1 w2"}, timeout=BOUND_S).json()
     assert tokens["count"] == len(tokens["tokens"])
-    assert httpx.get(f"{url}/nowhere", timeout=BOUND_S).status_code == 404
+    assert httpx.get(f"{router.url}/nowhere", timeout=BOUND_S).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -210,19 +202,16 @@ def test_vllm_bench_serve(stand: Stand, tmp_path: Path):
     data = tmp_path / "prompts.json"
     data.write_text(json.dumps(conversations))
     before = stand.samples()
-    ended = forked.run(
-        [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
-            *("--backend", "openai", "--base-url", stand.cluster.router.url),
-            *("--model", str(stand.cluster.setup.model), "--num-prompts", str(len(prompts))),
-            *("--dataset-name", "sharegpt", "--dataset-path", str(data), "--sharegpt-output-len", "6"),
-            *("--max-concurrency", "3", "--disable-tqdm", "--temperature", "0"),
-            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json"),
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": ""},
-        timeout=150,
+    run_script(
+        *("-m", "vllm.entrypoints.cli.main", "bench", "serve"),
+        *("--backend", "openai", "--base-url", stand.cluster.router.url),
+        *("--model", stand.cluster.setup.model, "--num-prompts", len(prompts)),
+        *("--dataset-name", "sharegpt", "--dataset-path", data, "--sharegpt-output-len", "6"),
+        *("--max-concurrency", "3", "--disable-tqdm", "--temperature", "0"),
+        *("--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"),
+        env={"VLLM_PLUGINS": ""},
+        bound_s=150,
     )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (len(prompts), 0)
     after = stand.samples()

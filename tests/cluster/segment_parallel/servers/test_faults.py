@@ -1,7 +1,5 @@
 """Servers that die, hang, dawdle or change: every request is answered, and right; every fault is counted."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -51,7 +49,7 @@ def test_a_worker_killed_while_it_computes_comes_back_with_another_model(stand: 
         assert (new.url, "namespace") in failures(before, stand.samples())
         assert not new.metrics().get("vllm:hypic_segments_computed_total", 0)
         # Another model it is: the same prompt has another answer there.
-        assert not stand.alone_at(new, prompt).same_as(found)
+        assert not stand.alone(prompt, new).same_as(found)
     finally:
         cluster.stop(new)  # the fixture starts the right one again
 
@@ -129,7 +127,7 @@ def test_a_combine_node_killed_before_its_first_token(stand: Stand):
         resume(worker)
     answer = reply.result(BOUND_S)
     [other] = [c for c in cluster.combines if c is not chosen]
-    assert answer.same_as(stand.alone_at(other, prompt))
+    assert answer.same_as(stand.alone(prompt, other))
     assert answer.breakdown is not None and answer.breakdown.combine == other.url
     after = stand.wait(lambda s: not s[UP, chosen.url], "it is seen to be down")
     assert (chosen.url, "answer") in failures(before, after)

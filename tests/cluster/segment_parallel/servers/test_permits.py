@@ -1,7 +1,5 @@
 """Clients of a real server cannot have records sent or awaited; a router's requests say who they are for."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator

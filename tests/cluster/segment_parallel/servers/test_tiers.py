@@ -1,17 +1,14 @@
 """Records that go through a Redis server which all servers share: the same answers, also where that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.lib.client import Reply, completion
+from benchmarks.lib.client import Reply
 from benchmarks.lib.cluster import FAILURES, Router
-from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
 
-from .stand import BOUND_S, COMBINE, LENGTHS, WORKER, Stand, allow, parts
+from .stand import COMBINE, LENGTHS, WORKER, Stand, allow, ask, parts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -34,10 +31,6 @@ def through(stand: Stand, routers: list[Router], redis_server: RedisServer) -> I
     redis_server.resume()
     for user in (WORKER, COMBINE):
         allow(redis_server, user)
-
-
-def ask(server: Server, prompt: list[int]) -> Reply:
-    return completion(server.url, {"prompt": prompt, "max_tokens": 6, "ignore_eos": True}, timeout_s=BOUND_S)
 
 
 def ways(reply: Reply) -> list[str | None]:

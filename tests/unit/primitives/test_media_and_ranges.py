@@ -1,9 +1,8 @@
 """Images in plans: none is cut, each has its place, and what a record shows is in its key.
 
-Ranges of a prompt's tokens that a request gives as segments, and rows of likelihoods.
+Segments that a request names by ranges of its tokens, and the rows of a prompt in a stream.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_hypic.primitives.media import Media, Medium, outside, rotary
+from vllm_hypic.primitives.options import segment_mode_of_request, spans_of_request
 from vllm_hypic.primitives.pieces import PromptError, cut_prompt, parse_prompt, require_apart
-from vllm_hypic.primitives.plan import PromptPlan
+from vllm_hypic.primitives.plan import PromptPlan, build_plan
+from vllm_hypic.primitives.policies import LinkError, parse_link
+from vllm_hypic.primitives.prompt_rows import prompt_rows
 
-from .test_plan import IDS, PAD, PDEP, SEP, plan_of
+from .test_plan import IDS, PAD, PDEP, ROOM, SEP, SPACE, plan_of, public_offsets
 
 IMAGE, TEXT, QUERY = [7] * 12, list(range(100, 120)), list(range(200, 206))
 GRID = {"offsets": (0,) * 12, "span": 4}
@@ -27,11 +29,8 @@ def image(start: int, digest: str = "a") -> Medium:
 
 def planned(tokens: list[int], *media: Medium, link: str = "hypic", **options: Any) -> PromptPlan:
     """All interiors are islands where there are any."""
-
-    def choose(interiors: Sequence[tuple[int, ...]], query: object, budget: object) -> list[Any]:
-        return [((0, len(interior)),) for interior in interiors]
-
-    return plan_of(tokens, link, 4, media=media, choose_islands=choose, **options)
+    options["choose_islands"] = lambda interiors, *_: [((0, len(interior)),) for interior in interiors]
+    return plan_of(tokens, link, 4, media=media, **options)
 
 
 def test_tokens_behind_an_image_stand_where_its_positions_end() -> None:
@@ -53,8 +52,7 @@ def test_positions_are_those_of_the_segment_and_where_it_stands(start: int, posi
 
 def test_images_are_found_between_primitives() -> None:
     tokens = [*TEXT, SEP, *TEXT[:5], PAD, *IMAGE, PDEP, *IMAGE, SEP, *IMAGE, *QUERY]
-    media = tuple(image(i) for i in (27, 40, 53))
-    prompt = parse_prompt(tokens, IDS, media)
+    prompt = parse_prompt(tokens, IDS, tuple(image(i) for i in (27, 40, 53)))
     assert [m.start for m in prompt.media] == [26, 38, 50]
     _, segment, query = prompt.pieces
     assert segment.own(prompt.media) == (image(5),)  # what follows a PDep is the stream's
@@ -63,9 +61,7 @@ def test_images_are_found_between_primitives() -> None:
 
 def whole(plan: PromptPlan) -> None:
     """Every image is in the stream or in one record, as a whole."""
-    records = [
-        set(s.start + offset for part in s.parts for offset in s.offsets_of(part)) for s in plan.segments
-    ]
+    records = [{s.start + offset for offset in public_offsets(s)} for s in plan.segments]
     for medium in plan.media:
         tokens = set(range(medium.start, medium.stop))
         assert any(tokens <= found for found in (*records, set(plan.positions)))
@@ -136,3 +132,72 @@ def test_what_is_no_place_of_its_own_is_refused() -> None:
     for ids in ([*TEXT, SEP, *IMAGE], [*TEXT[1:], *IMAGE]):
         with pytest.raises(PromptError, match="but contain a separator or end after the prompt"):
             require_apart((image(20),), ids, IDS)
+
+
+def test_ranges_of_tokens_are_segments_as_between_separators() -> None:
+    """The same records, stream, positions and salt; what lies between two ranges is as behind a PDep."""
+    lead, one, glue = list(range(9)), list(range(20, 32)), [40, 41, 42]
+    two, query = list(range(60, 68)), list(range(80, 85))
+    explicit = plan_of([*lead, SEP, *one, PDEP, *glue, SEP, *two, SEP, *query])
+    prompt = cut_prompt([*lead, *one, *glue, *two, *query], ((9, 21), (24, 32)))
+    found = build_plan(prompt, parse_link("hypic", 2), SPACE, ROOM, min_segment_tokens=1)
+    assert found == explicit and len(found.segments) == 3
+
+
+@pytest.mark.parametrize("spans", [((0, 10),), ((0, 4), (4, 10)), ((3, 10),)])
+def test_ranges_may_begin_and_end_with_the_prompt(spans: tuple[tuple[int, int], ...]) -> None:
+    prompt = cut_prompt(list(range(10)), spans)
+    assert [t for piece in prompt.pieces for t in piece.tokens] == list(range(10))
+    assert [p for piece in prompt.pieces for p in piece.positions] == list(range(10))
+    assert prompt.pieces[-1].tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("0", "expected a flat list"),
+        ([1], "expected a flat list"),
+        ([0, 1.5], "expected a flat list"),
+        ([True, 2], "expected a flat list"),
+        ([0, 11], "within the prompt's 10 tokens"),
+        ([-1, 3], r"\[-1, 3\] after 0"),
+        ([3, 3], "at least one token"),
+        ([4, 6, 5, 8], r"\[5, 8\] after 6"),
+        ([0, 1] * 4097, "at most 8192"),
+    ],
+)
+def test_ranges_that_make_no_sense_are_refused(given: object, reason: str) -> None:
+    with pytest.raises(LinkError, match=f"hypic_segment_ranges.*{reason}"):
+        spans_of_request({"hypic_segment_ranges": given}, 10)
+
+
+def test_ranges_and_modes_of_a_request() -> None:
+    assert spans_of_request({}, 10) is None and spans_of_request(None, 10) is None
+    assert spans_of_request({"hypic_segment_ranges": []}, 10) == ()
+    assert spans_of_request({"hypic_segment_ranges": [0, 4, 4, 10]}, 10) == ((0, 4), (4, 10))
+    assert segment_mode_of_request({"hypic_segment_mode": "cdc"}, "off") == "cdc"
+    assert segment_mode_of_request(None, "text") == "text"
+    expected = "expected one of off, structure, text, cdc"
+    with pytest.raises(LinkError, match=f"hypic_segment_mode='yes': {expected}"):
+        segment_mode_of_request({"hypic_segment_mode": "yes"}, "off")
+
+
+@given(
+    st.lists(st.integers(0, 99) | st.sampled_from([SEP, PDEP, PAD]), min_size=1, max_size=80),
+    st.sampled_from(["full", "seam-2-2", "seam-0-3", "block", "prompt-cache"]),
+)
+def test_a_target_stands_right_behind_the_token_of_its_row(ids: list[int], link: str) -> None:
+    try:
+        plan = plan_of(ids, link, 4, min_segment_tokens=4)
+    except PromptError:
+        return
+    found = prompt_rows(ids, plan, IDS)
+    assert found.tokens == tuple(ids) and list(found.targets) == sorted(set(found.targets))
+    for row, target in zip(found.rows, found.targets, strict=True):
+        assert ids[target] == plan.stream[row + 1]
+        before = [token for token in ids[:target] if token not in (SEP, PDEP)]
+        assert before[-1] == plan.stream[row]
+    if link == "full":
+        own = [i for i, token in enumerate(ids) if token not in (SEP, PDEP, PAD)]
+        behind_padding = [i for i in own if [t for t in ids[:i] if t not in (SEP, PDEP)][-1:] == [PAD]]
+        assert list(found.targets) == [i for i in own[1:] if i not in behind_padding]
