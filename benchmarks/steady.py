@@ -1,8 +1,8 @@
 """``steady``: documents in orders that never came before, for a long run, beside stock vLLM's prefix caching.
 
-A cache of what prompts are composed *to* wins less with every new order.  Records are what prompts are
-composed *from*, so that reuse should stay level for as long as the corpus stays the same.  The run compares
-its five parts: reuse, time to first token, and memory of the engine's process.
+Users of a cache that keeps composed prompts saw 14 shuffled documents 4.48 times sooner, then 2.33, 1.32 and
+1.07 times (LMCache issue 4663).  Records hold documents alone; this benchmark tests whether their reuse stays
+level.  A run has five parts, compared by reuse, time to first token, and memory of the engine's process.
 
 Requests come one at a time, the same to every engine, and engines take turns.  Every engine has the same
 bytes for its caches: stock vLLM all of them, this plugin ``--kv-gib`` for vLLM's cache and the rest for its

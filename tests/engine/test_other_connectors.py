@@ -11,7 +11,19 @@ from lib.oracle.models import random_segments
 from benchmarks.lib.processes import free_port
 
 from .conftest import EngineFactory, lent
-from .engines import Answer, Ask, Engine, answer_of, distance, drain, outputs_of, prompt, same, scheduler_of
+from .engines import (
+    Answer,
+    Ask,
+    Engine,
+    all_same,
+    answer_of,
+    distance,
+    drain,
+    outputs_of,
+    prompt,
+    same,
+    scheduler_of,
+)
 
 PLAIN, OTHER, ONE, TWO, MIDDLE = random_segments([300, 200, 250, 180, 100], seed=93)
 (QUERY,) = random_segments([40], seed=94)
@@ -69,7 +81,7 @@ def test_plain_requests_are_saved_and_loaded_as_in_a_stock_engine(
     stock = start_engine(attention_model, hypic=False, **saving_args(tmp_path))
     asks = [Ask(tuple(PLAIN)), Ask(tuple(OTHER)), Ask(tuple(PLAIN))]
     ours, theirs = engine.ask_one_by_one(*asks), stock.ask_one_by_one(*asks)
-    assert all(map(same, ours, theirs))
+    assert all_same(ours, theirs)
     assert [a.cached for a in ours] == [a.cached for a in theirs] and ours[2].cached == 256
     assert saved(folder) == saved(tmp_path) and saved(folder), "what is saved is what a stock engine saves"
 
@@ -80,7 +92,7 @@ def test_composed_requests_are_not_shown_to_it(engine: Engine, alone: Engine, fo
     cold, warm = engine.ask_one_by_one(*asks), engine.ask_one_by_one(*asks)
     expected = alone.ask_one_by_one(*asks)
     assert not same(*expected), "the test's twins are no different prompts"
-    assert all(map(same, cold, warm, expected))
+    assert all_same(cold, warm, expected)
     assert cold[0].cached == 0 and all(a.cached == len(ONE) + len(TWO) - 32 for a in warm)
     assert saved(folder) == before, "a stream or a segment was saved"
 

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from ..config.drafting import refusal as refusal_of_drafts
 from ..config.drafting import see_text_alike
-from ..config.engine import CONNECTOR, MULTI, SECTION, HypicConfig, config_of, own_options
+from ..config.engine import CONNECTOR, MULTI, SECTION, TOKENIZER_MODE, HypicConfig, config_of, own_options
 from ..errors import ConfigError, redacted
 from ..patches import (
     bailing_config,
@@ -58,8 +58,6 @@ def choose(args: EngineArgs) -> bool:
 def complete(config: VllmConfig) -> None:
     """Check and set the options that depend on the finished configuration.
     Raises :class:`ConfigError` for configurations that are not supported."""
-    from .tokenizer import use_mode
-
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     if config.kv_transfer_config.kv_connector != CONNECTOR:
         config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
@@ -91,7 +89,7 @@ def complete(config: VllmConfig) -> None:
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)
     _look_at_drafting(config)
-    use_mode(config.model_config, config_of(config))
+    use_tokenizer(config.model_config, config_of(config))
     _use_options(config, config_of(config).for_model(config.model_config))
     _take_what_is_signed_off(config)
     if config_of(config).segment_parallel is not None and config.parallel_config.data_parallel_size > 1:
@@ -113,9 +111,7 @@ def complete_renderer(args: EngineArgs, model: ModelConfig) -> None:
     """
     if args.scheduler_cls == SCHEDULER or not _backend_is_hypic(args):
         return
-    from .tokenizer import use_mode
-
-    use_mode(model, _config(args))
+    use_tokenizer(model, _config(args))
     logger.warning(
         "a prompt that is rendered here does not carry its messages to the engine, "
         "so hypic_segment_mode='structure' finds the segments of mode 'text' there; separators work"
@@ -232,6 +228,21 @@ def _use_v1_model_runner() -> None:
     if envs.VLLM_USE_V2_MODEL_RUNNER is None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         logger.info("hypic sets VLLM_USE_V2_MODEL_RUNNER=0: vLLM's V2 model runner is not supported")
+
+
+def use_tokenizer(model: ModelConfig, config: HypicConfig) -> None:
+    """Switch a model to tokenizer mode ``hypic``, with the primitives' texts of ``config``.
+
+    A model whose own mode must stay keeps that mode, if ``config`` names the primitives' token ids; otherwise
+    raise :class:`ConfigError`.
+    """
+    from .tokenizer import publish_texts, refuses_model
+
+    publish_texts(config.token_texts)
+    if (reason := refuses_model(model)) is None:
+        model.tokenizer_mode = TOKENIZER_MODE
+    elif config.token_ids is None:
+        raise ConfigError(f"--attention-backend hypic: {reason}")
 
 
 def _take_what_is_signed_off(config: VllmConfig) -> None:

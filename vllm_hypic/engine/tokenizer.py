@@ -33,8 +33,7 @@ from vllm.tokenizers.registry import (
 )
 
 from ..cache_api.forms import WrittenTokens, has_forms, own_seal, public_text, split_forms
-from ..config.engine import TOKENIZER_MODE, HypicConfig
-from ..errors import ConfigError
+from ..config.engine import TOKENIZER_MODE
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 TOKENS_ENV = "HYPIC_TOKENS"
@@ -76,19 +75,6 @@ def refuses_model(model_config: ModelConfig) -> str | None:
         f"tokenizer mode {mode!r} has no separator tokens; use --tokenizer-mode hf if the model has a "
         "Hugging Face tokenizer"
     )
-
-
-def use_mode(model_config: ModelConfig, config: HypicConfig) -> None:
-    """Switch a model to tokenizer mode ``hypic``.
-
-    A model whose own mode must stay keeps that mode, if the options name the primitives' token ids; otherwise
-    raise :class:`ConfigError`.
-    """
-    publish_texts(config.token_texts)
-    if (reason := refuses_model(model_config)) is None:
-        model_config.tokenizer_mode = TOKENIZER_MODE
-    elif config.token_ids is None:
-        raise ConfigError(f"--attention-backend hypic: {reason}")
 
 
 def publish_texts(texts: PrimitiveTexts) -> None:

@@ -23,8 +23,9 @@ from vllm.v1.engine import EngineCoreRequest
 
 from ..config.engine import HypicConfig
 from ..connector.build import primitive_ids_of
+from ..engine.activation import use_tokenizer
 from ..engine.front_end import reason_not_to_cut
-from ..engine.tokenizer import register_mode, use_mode
+from ..engine.tokenizer import register_mode
 
 EXPECTED = "expected a request with messages or prompt, by itself or as the body in a line of an OpenAI batch"
 
@@ -72,7 +73,7 @@ class FrontEnd:
         model_config = EngineArgs(model=str(model), **engine_args).create_model_config()
         # The command computes nothing, so this machine need not support the quantisation.
         model_config.quantization = None
-        use_mode(model_config, config)
+        use_tokenizer(model_config, config)
         self.model_config = model_config
         vllm_config = VllmConfig(model_config=model_config)
         self._renderer = renderer_from_config(vllm_config)

@@ -330,7 +330,7 @@ def host_calls(work: Callable[[], object]) -> int:
 
 
 def calls_of_a_pass(requests: int) -> int:
-    """What a pass that decodes so many takes on the host, from the connector's worker half to the buffers."""
+    """The number of Python calls in a pass that decodes ``requests``, from connector to buffers."""
     side = WorkerConnector(GEOMETRY, HypicConfig())
     plans = side.start(CPU).shared.of(DecodePlans)
     plans.most = 64

@@ -176,7 +176,7 @@ def test_what_nobody_offers_is_given_up_for_who_waits_for_room_and_what_is_offer
     there.step()
     (link,) = there.worker.links
     places = [there.side.directory.get(key) for key in keys]
-    # The first has come, and its engine has yet to look; nobody offers the second.
+    # One record has arrived, unseen by its engine; no instance offers the other record.
     warm = here.admit(0, query=False, hypic_push_to=there.receiver.url)
     step_until(lambda: here.side.over(warm), here)
     for entry in places:

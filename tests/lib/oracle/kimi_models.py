@@ -35,12 +35,12 @@ def save_bailing_model(
     silent: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Save a random Bailing V3 of `groups` groups of layers, of which the last one each has attention.
+    """Save a random Bailing V3 of `groups` groups of layers; the last layer of each group has attention.
 
-    Its weights have the names that vLLM's loader knows. `query_rank`: queries come by way of so many
-    channels; `output_gate`: of attention, `head_wise` or `element_wise`; `gate_bound`: log decays are this
-    times a sigmoid; `experts`: in every layer but the first, two chosen of so many, in two of four groups,
-    beside a shared one; `silent`: attention layers add nothing.
+    Weights have the names that vLLM's loader knows. `query_rank`: channels of the low-rank queries;
+    `output_gate`: attention's gate, `head_wise` or `element_wise`; `gate_bound`: factor of the sigmoid that
+    gives log decays; `experts`: experts of every layer but the first, of which a token uses two, beside a
+    shared expert; `silent`: attention layers add nothing.
     """
     layers, head_dim = groups * group_size, 32
     config: dict[str, Any] = {

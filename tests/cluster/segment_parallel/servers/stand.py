@@ -58,7 +58,7 @@ class Stand:
         return found
 
     def alone(self, prompt: list[int], server: Instance | None = None) -> Reply:
-        """From a single server, cold: nobody else has this salt."""
+        """The answer of a single server without records, because the salt is new."""
         server = server or next(c for c in self.cluster.combines if c.processes())
         return ask(server, prompt, cache_salt=f"alone {next(_SALTS)}")
 
