@@ -90,9 +90,10 @@ test-slow: models
 	@$(MAKE) --no-print-directory triton OF_TRITON=slow
 	$(PYTEST) -m slow --durations=30
 
-# Workers begin with the files that took longest, as tests/durations.json says.
+# Workers begin with the files that took longest, as tests/durations.json says; RUN=slow for those of `test-slow`.
+RUN ?= not slow
 durations: models
-	$(PYTEST) -m "not slow" --write-durations
+	$(PYTEST) -m "$(RUN)" --write-durations
 
 check: $(READY)
 	@$(FIRST)

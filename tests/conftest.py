@@ -32,7 +32,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 LOG_LEVEL = {name: value for name, value in os.environ.items() if name == "VLLM_LOGGING_LEVEL"}
 ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds that each file took, whole folders where one worker takes them whole: ``make durations``."""
+"""Seconds that each file took, whole folders where one worker takes them whole, in a run of the tests that ``-m``
+says: ``make durations``."""
 UNKNOWN_S = 60.0
 """Assumed duration of a file without an entry: a worker begins with it, in case the file takes long."""
 
@@ -152,10 +153,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
-        known = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-        known = {name: s for name, s in known.items() if (ROOT / name).exists()}
+        runs = json.loads(DURATIONS.read_text())
+        known = {name: s for name, s in _known(session.config, runs).items() if (ROOT / name).exists()}
         known |= {name: round(seconds, 1) for name, seconds in _took.items()}
-        DURATIONS.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+        runs[session.config.option.markexpr] = dict(sorted(known.items()))
+        DURATIONS.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+def _known(config: pytest.Config, runs: dict[str, dict[str, float]]) -> dict[str, float]:
+    return runs.get(config.option.markexpr, {})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -175,5 +181,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if len(found) > 1 and all(found):
             raise pytest.UsageError(f"{test}: no parameter has an id that its mark 'fast' names")
     if hasattr(config, "workerinput"):
-        took = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+        took = _known(config, json.loads(DURATIONS.read_text()))
         items.sort(key=lambda item: (-took.get(unit(item.nodeid), UNKNOWN_S), unit(item.nodeid)))
