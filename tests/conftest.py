@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 LOG_LEVEL = {name: value for name, value in os.environ.items() if name == "VLLM_LOGGING_LEVEL"}
 ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
-"""Seconds by file, or by folder where one worker takes it whole, of a run with each ``-m``: ``make durations``."""
+"""Seconds by file, or by folder where one worker takes it whole, for each ``-m``: ``make durations``."""
 UNKNOWN_S = 60.0
 """Assumed duration of a file without an entry: a worker begins with it, in case the file takes long."""
 
