@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -98,6 +99,8 @@ class Serving:
     cache_bytes: int
     """For all that a server caches.  With the plugin, records have half of it."""
     workload: Workload
+    stock: str
+    """Further arguments of stock vLLM."""
 
     def server(self, segment: dict[str, Any] | None) -> Server:
         options = ["--max-model-len", str(self.workload.longest), "--disable-uvicorn-access-log"]
@@ -109,6 +112,7 @@ class Serving:
         if segment is None:
             env["VLLM_PLUGINS"] = ""  # stock to the last import
             options += ["--enable-prefix-caching", "--kv-cache-memory-bytes", str(self.cache_bytes)]
+            options += shlex.split(self.stock)
         else:
             pool = self.cache_bytes // 2
             # Islands are computed on purpose: what segments are found is told by what is reused.
@@ -300,6 +304,7 @@ def _workload_options(command: Any) -> Any:
     default=MODES,
     help="The plugin's option `segment`; repeatable.  [default: text; cdc with pieces of 512 tokens]",
 )
+@click.option("--stock", default="", help='More arguments of stock vLLM, such as "--prefix-match-unit 16".')
 @_workload_options
 @click.option(
     "--repeats", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs of each mode."
@@ -312,6 +317,7 @@ def lmcache_bench(
     eager: bool,
     cache_gib: float,
     modes: Sequence[dict[str, Any]],
+    stock: str,
     repeats: int,
     json_path: Path | None,
     **workload: int,
@@ -323,7 +329,8 @@ def lmcache_bench(
     except (ServiceMissing, MissingModel) as e:
         raise click.UsageError(str(e)) from e
     dtype = "auto" if model else fast_dtype()  # a model of the user may have layers that need its own dtype
-    serving = Serving(folder, dtype, threads, eager, int(cache_gib * 2**30), Workload(**workload))
+    cache = int(cache_gib * 2**30)
+    serving = Serving(folder, dtype, threads, eager, cache, Workload(**workload), stock)
     to = report.console()
     turns = [None, *(segment for _ in range(repeats) for mode in modes for segment in (mode, None))]
     runs: list[Run] = []

@@ -1,5 +1,7 @@
 """``load``: a RAG trace against ``vllm serve``, with this plugin and stock with prefix caching.
 
+Stock vLLM runs with its defaults, or as several servers with ``--stock``; ratios are over the best of them.
+
 Measures the time to first token, from the scheduled arrival on, over request rates; or searches each
 server's *sustainable rate*: the highest at which a percentile of it stays below a limit.  Requests are sent
 and timed by ``vllm bench serve`` (``bench_serve.py``), a process for each measurement.
@@ -116,6 +118,12 @@ def _trace_options(command: Any) -> Any:
     )
 
 
+STOCK_ARGUMENTS = click.option(
+    "--stock",
+    multiple=True,
+    default=("",),
+    help='A stock server with more arguments, such as "--prefix-match-unit 16"; repeatable.',
+)
 TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "vocabulary"}
 
 
@@ -135,6 +143,7 @@ TRACE_OPTIONS = {f.name for f in fields(TraceSettings)} - {"requests", "rate", "
     show_default=True,
     help="Share of --cache-gib for the plugin's pool.",
 )
+@STOCK_ARGUMENTS
 @click.option(
     "--url",
     "urls",
@@ -224,6 +233,7 @@ def load(
     served: Served,
     cache_gib: float,
     pool_share: float,
+    stock: tuple[str, ...],
     urls: tuple[tuple[str, str], ...],
     separators: tuple[tuple[str, str], ...],
     api_key_env: str,
@@ -256,7 +266,7 @@ def load(
     if folder is not None:
         if separators:
             raise click.UsageError("--separator is for servers that --url names")
-        serve = _serve_settings(served, folder, cache_gib, pool_share, trace)
+        serve = _serve_settings(served, folder, cache_gib, pool_share, stock, trace)
     try:
         with ExitStack() as stack:
             if serve is not None:
@@ -303,7 +313,7 @@ def _measure(
 
 
 def _serve_settings(
-    served: Served, model: Path, cache_gib: float, share: float, trace: Trace
+    served: Served, model: Path, cache_gib: float, share: float, stock: tuple[str, ...], trace: Trace
 ) -> ServeSettings:
     if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         raise click.UsageError(
@@ -317,7 +327,7 @@ def _serve_settings(
     mean = round(statistics.mean(count(content) for content in trace.documents.values()))
     cache = int(cache_gib * 2**30)
     options = {"expected_segment_tokens": mean, **served.hypic}
-    return ServeSettings(model, served.threads, served.eager, cache, int(cache * share), options)
+    return ServeSettings(model, served.threads, served.eager, cache, int(cache * share), options, stock)
 
 
 def _tell_memory(serve: ServeSettings, console: Console) -> None:

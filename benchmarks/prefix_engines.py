@@ -1,14 +1,14 @@
 """``prefix-engines``: prompts that begin alike, asked of stock vLLM with prefix caching and of this plugin.
 
-Requests come one at a time, the same to both, in the trace's order.  Both have the same bytes for what is
-cached: stock all of them, this plugin a part for its pool.  Of answers one token is generated, or, with
-``--answers``, all that the trace has: given tokens, as a next turn has them in its prompt.
+Requests come one at a time, the same to all engines, in the trace's order.  All engines have the same bytes
+for their caches: stock vLLM uses them for one cache, this plugin in part for its pool.  Answers have one
+token, or, with ``--answers``, the trace's length: given tokens, as a next turn has them in its prompt.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vllm_hypic.harness.settings import EngineSettings
 
 from .lib import gate, report
 from .lib.report import check_outputs, described, output_options, seconds
-from .lib.settings import engine_options
+from .lib.settings import engine_options, stock_engines, stock_option
 from .lib.stats import Spread
 from .prefix_options import asked_traces, trace_options
 from .prefix_traces import PrefixKind, Turn
@@ -35,27 +35,30 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Side:
-    """One engine on one trace.  ``hit_rate``: prompt tokens that were not computed, of all; first tokens of
-    the requests behind the first quarter, which fills caches."""
+    """One engine on one trace.  ``hit_rate``: prompt tokens that were not computed, of all.  ``first_token``
+    and ``p95_s`` count requests behind the first quarter, which fills the caches.  ``decode_s``: seconds of
+    all tokens behind the first ones."""
 
+    engine: str
     hit_rate: float
     first_token: Spread
     p95_s: float
+    decode_s: float
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """``same``: answers with equal tokens, ``None`` where they were given; ``sooner``: stock's time to the
-    first token over ours, by request; ``decode_s``: stock's and ours, of all requests, behind the first
-    token."""
+    """``best``: the stock engine with the lowest median time to the first token.  ``sooner``: that engine's
+    times over the plugin's, request by request.  ``same``: requests that all engines answer with equal
+    tokens, ``None`` for given answers."""
 
     trace: str
     requests: int
     tokens: int
-    stock: Side
+    stock: tuple[Side, ...]
     hypic: Side
+    best: str
     sooner: Spread
-    decode_s: tuple[float, float]
     same: int | None
 
 
@@ -82,6 +85,7 @@ class EngineResult:
 )
 @click.option("--page-tokens", type=click.IntRange(1, 1024), default=64, show_default=True)
 @click.option("--answers", is_flag=True, help="Generate the trace's answers, not a single token.")
+@stock_option
 @output_options
 @gate.reporting_failures
 def prefix_engines(
@@ -96,6 +100,7 @@ def prefix_engines(
     pool_share: float,
     page_tokens: int,
     answers: bool,
+    variants: tuple[dict[str, Any], ...],
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
@@ -104,19 +109,20 @@ def prefix_engines(
     traces = {name: turns[:requests] for name, turns in traces.items()}
     with report.progress(console(), len(traces), "starting engines") as steps:
         found, facts = measure(
-            traces, engine, pool_share, page_tokens, scale, longest, steps, answers=answers
+            traces, engine, variants, pool_share, page_tokens, scale, longest, steps, answers=answers
         )
     _print(found, engine)
     if json_path is not None:
         settings = {"engine": engine, "requests": requests, "seed": seed, "scale": scale, "longest": longest}
         settings |= {"pool_share": pool_share, "page_tokens": page_tokens, "answers": answers}
+        settings["stock"] = variants
         results = {"traces": found, "engines": facts}
         report.write_json(json_path, report.report("prefix-engines", settings, results))
     if plot_path is not None:
         from .plots import plot_bars
 
         bars = {
-            one.trace: {"stock": one.stock.first_token.median, "hypic": one.hypic.first_token.median}
+            one.trace: {side.engine: side.first_token.median for side in (*one.stock, one.hypic)}
             for one in found
         }
         plot_bars(plot_path, bars, title=f"prefixes, {engine.model.name}", label="seconds to the first token")
@@ -125,6 +131,7 @@ def prefix_engines(
 def measure(
     traces: dict[str, list[Turn]],
     settings: EngineSettings,
+    variants: Sequence[Mapping[str, Any]],
     pool_share: float,
     page_tokens: int,
     scale: float,
@@ -143,20 +150,20 @@ def measure(
     }
     ours = replace(settings, kv_gib=settings.kv_gib * (1 - pool_share), hypic=pool)
     # The longest prompt must fit into what is left beside the pool.
-    options: dict[str, Any] = {"enable_prefix_caching": True, "max_model_len": longest + 8}
+    options: dict[str, Any] = {"max_model_len": longest + 8}
     options |= {"logits_processors": [FORCING]} if answers else {}
-    stock = Engine(settings, longest + 8, hypic=False, **options)
-    hypic = Engine(ours, longest + 8, hypic=True, **options)
+    hypic = Engine(ours, longest + 8, hypic=True, enable_prefix_caching=True, **options)
+    engines = [*stock_engines(settings, longest + 8, variants, **options), hypic]
     found = []
-    with running(stock, hypic):
-        words = np.asarray(stock.vocabulary)
+    with running(*engines):
+        words = np.asarray(hypic.vocabulary)
         for name, turns in traces.items():
             requests = [ask_of(turn, words, scale, answered=answers) for turn in turns]
             asked = [ask for ask in requests if len(ask.tokens) + len(ask.forced) <= longest]
             if not asked:
                 raise click.UsageError(f"{name}: all prompts are longer than {longest} tokens: lower --scale")
-            found.append(_measure(name, asked, stock, hypic, steps))
-        facts = described(stock, hypic)
+            found.append(_measure(name, asked, engines, steps))
+        facts = described(*engines)
     return found, facts
 
 
@@ -185,31 +192,38 @@ def tokens_of(turn: Turn, words: np.ndarray, scale: float) -> list[int]:
     return ids
 
 
-def _measure(name: str, asked: Sequence[Ask], stock: Engine, hypic: Engine, steps: Steps) -> EngineResult:
-    answers: dict[str, list[Answer]] = {stock.name: [], hypic.name: []}
+def _measure(name: str, asked: Sequence[Ask], engines: Sequence[Engine], steps: Steps) -> EngineResult:
+    """Return the result of one trace; the last of the ``engines`` is the plugin's."""
+    answers: dict[str, list[Answer]] = {engine.name: [] for engine in engines}
     for i, ask in enumerate(asked):
         steps.show(f"{name} {i + 1}/{len(asked)}")
-        # By turns: who comes second finds the machine's caches as the first left them.
-        for engine in (stock, hypic) if i % 2 else (hypic, stock):
+        # Engines take turns: a later engine finds the processor's caches as an earlier engine leaves them.
+        first = i % len(engines)
+        for engine in (*engines[first:], *engines[:first]):
             answers[engine.name].append(engine.ask(ask))
     steps.done()
     counted = slice(len(asked) // 4, None)
     total = sum(len(ask.tokens) for ask in asked)
 
-    def side(found: list[Answer]) -> Side:
+    def side(engine: str, found: list[Answer]) -> Side:
         first = [a.first_token_s for a in found[counted]]
-        return Side(sum(a.cached for a in found) / total, Spread.of(first), percentile(first, 95))
+        decode_s = sum(sum(a.decode_s) for a in found)
+        return Side(
+            engine, sum(a.cached for a in found) / total, Spread.of(first), percentile(first, 95), decode_s
+        )
 
-    theirs, ours = answers[stock.name], answers[hypic.name]
+    *stock, hypic = (side(engine, found) for engine, found in answers.items())
+    best = min(stock, key=lambda side: side.first_token.median)
+    same = [len({answer.tokens for answer in each}) == 1 for each in zip(*answers.values(), strict=True)]
     return EngineResult(
         name,
         len(asked),
         total,
-        side(theirs),
-        side(ours),
-        Spread.of([a.first_token_s / b.first_token_s for a, b in zip(theirs, ours, strict=True)][counted]),
-        (sum(sum(a.decode_s) for a in theirs), sum(sum(a.decode_s) for a in ours)),
-        None if asked[0].forced else sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True)),
+        tuple(stock),
+        hypic,
+        best.engine,
+        best.first_token.over(hypic.first_token),
+        None if asked[0].forced else sum(same),
     )
 
 
@@ -217,19 +231,22 @@ def _print(found: Sequence[EngineResult], engine: EngineSettings) -> None:
     rows = [
         (
             one.trace,
+            side.engine,
             f"{one.requests}",
-            f"{one.stock.hit_rate:.1%}",
-            f"{one.hypic.hit_rate:.1%}",
-            seconds(one.stock.first_token.median),
-            seconds(one.hypic.first_token.median),
-            f"{one.stock.first_token.median / one.hypic.first_token.median:.2f}",
-            seconds(one.stock.p95_s),
-            seconds(one.hypic.p95_s),
-            "given" if one.same is None else f"{one.same / one.requests:.0%}",
+            f"{side.hit_rate:.1%}",
+            seconds(side.first_token.median),
+            seconds(side.p95_s),
+            seconds(side.decode_s),
         )
         for one in found
+        for side in (*one.stock, one.hypic)
     ]
-    columns = ("", "requests", "hits", "ours", "median", "ours", "sooner", "p95", "ours", "same")
+    columns = ("trace", "engine", "requests", "hits", "median", "p95", "decode")
     title, to = f"prefixes, {engine.model.name}, {engine.kv_gib:g} GiB of caches each", console()
     to.print(report.table(title, columns, rows))
     to.print("Hits: prompt tokens that were not computed. Times to the first token, one request at a time.")
+    for one in found:
+        same = "" if one.same is None else f" Equal answers: {one.same / one.requests:.0%}."
+        to.print(
+            f"{one.trace}: the plugin answers {one.sooner.median:.2f} times sooner than {one.best}.{same}"
+        )

@@ -391,10 +391,11 @@ def make_point(
 
 
 def ratios(sustained: Sequence[Sustained]) -> list[Ratio]:
-    """Every other server over ``stock``, or over the last where none has that name."""
+    """Return every other server's rate over the best stock server's; over the last server's without stock."""
     if len(sustained) < 2:
         return []
-    base = next((s for s in sustained if s.server == STOCK), sustained[-1])
+    stock = [s for s in sustained if s.server.split()[0] == STOCK]
+    base = max(stock or sustained[-1:], key=lambda s: s.rate or 0.0)
 
     def over(a: float | None, b: float | None) -> float | None:
         return None if a is None or b is None else a / b

@@ -1,4 +1,4 @@
-"""The servers that ``load`` measures: two that it starts, or those whose addresses it is given."""
+"""The servers that ``load`` starts and measures, and the description of a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How the two servers are started; everything that is not named here is vLLM's default."""
+    """How the servers are started; everything that is not named here is vLLM's default."""
 
     model: Path
     threads: int
@@ -46,22 +46,25 @@ class ServeSettings:
     """Part of ``cache_bytes`` that the pool takes with the plugin."""
     hypic: dict[str, Any]
     """The plugin's other options."""
+    stock: tuple[str, ...] = ("",)
+    """Further arguments of stock vLLM, by server."""
 
 
 @contextmanager
 def serving(settings: ServeSettings, trace: Trace, console: Console) -> Iterator[list[Spec]]:
-    """Both servers, up.  Raises :class:`ServerError` when one does not start."""
+    """Run all servers.  Raises :class:`ServerError` when a server does not start."""
     context = -(-(trace.longest(token_counter(settings.model, trace)) + 64) // CONTEXT_STEP) * CONTEXT_STEP
     common = ["--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     common += ["--max-model-len", str(context), *(["--enforce-eager"] if settings.eager else [])]
     options = {"pool_bytes": settings.pool_bytes, **settings.hypic}
     own = {
-        STOCK: ["--kv-cache-memory-bytes", str(settings.cache_bytes)],
-        HYPIC: [
-            *("--kv-cache-memory-bytes", str(settings.cache_bytes - settings.pool_bytes)),
-            *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),
-        ],
+        f"{STOCK} {more}".rstrip(): ["--kv-cache-memory-bytes", str(settings.cache_bytes), *shlex.split(more)]
+        for more in settings.stock
     }
+    own[HYPIC] = [
+        *("--kv-cache-memory-bytes", str(settings.cache_bytes - settings.pool_bytes)),
+        *("--attention-backend", "hypic", "--additional-config", json.dumps({"hypic": options})),
+    ]
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if settings.threads < len(os.sched_getaffinity(0)):  # by default vLLM binds a thread to each core
         env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(settings.threads)}
@@ -69,7 +72,7 @@ def serving(settings: ServeSettings, trace: Trace, console: Console) -> Iterator
         specs, logs = [], []
         for name, arguments in own.items():
             # Without plugins the stock server is stock to the last import.
-            mine = env | ({"VLLM_PLUGINS": ""} if name == STOCK else {})
+            mine = env | ({} if name == HYPIC else {"VLLM_PLUGINS": ""})
             server = Server(settings.model, *common, *arguments, env=mine, start_timeout_s=1200)
             with console.status(f"starting {name}"):
                 stack.enter_context(server)

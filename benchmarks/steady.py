@@ -28,13 +28,13 @@ from vllm_hypic.harness.engines import Engine, running
 from vllm_hypic.harness.fidelity import Distance, top
 from vllm_hypic.harness.numbers import Numbers
 from vllm_hypic.harness.report import Steps, console, percent, size
-from vllm_hypic.harness.settings import EngineSettings, JsonObject
+from vllm_hypic.harness.settings import EngineSettings
 
 from .engine_calls import resident_bytes, usage_of
 from .lib import gate, report
 from .lib.prompts import QUESTION, Writer
 from .lib.report import check_outputs, output_options, seconds
-from .lib.settings import SHORTEST, engine_options
+from .lib.settings import SHORTEST, engine_options, stock_engines, stock_option
 from .load import vocabulary_of
 from .trace import Trace, TraceRequest, TraceSettings, generate
 
@@ -112,15 +112,7 @@ class SteadyRun:
 @click.option(
     "--disk-gib", type=click.FloatRange(0, 1024), default=0, show_default=True, help="Disk tier of ours."
 )
-@click.option(
-    "--stock",
-    "variants",
-    type=JsonObject(("model", "enable_prefix_caching", "kv_cache_memory_bytes")),
-    multiple=True,
-    default=("{}",),
-    show_default=True,
-    help='A stock engine with more options of LLM, such as {"prefix_match_unit": 16}; repeatable.',
-)
+@stock_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the trace.")
 @output_options
 @gate.reporting_failures
@@ -233,11 +225,7 @@ def _engines(
             options["store"] = {"tiers": [tier]}
         all_bytes = replace(settings, kv_gib=settings.kv_gib + pool_bytes / 2**30)
         engines = [Engine(replace(settings, hypic=options), context, hypic=True, enable_prefix_caching=True)]
-        for more in variants:
-            name = " ".join(["stock", *(f"{key}={value}" for key, value in more.items())])
-            engines.append(
-                Engine(all_bytes, context, hypic=False, name=name, enable_prefix_caching=True, **more)
-            )
+        engines += stock_engines(all_bytes, context, variants)
         stack.enter_context(running(*engines))
         yield engines
 

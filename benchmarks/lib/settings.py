@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from vllm_hypic.harness.settings import EngineSettings, HypicOptions, with_options
+from vllm_hypic.harness.engines import Engine
+from vllm_hypic.harness.settings import EngineSettings, HypicOptions, JsonObject, with_options
 
 from .sizes import SIZES, random_model
 
@@ -144,3 +145,33 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
         return served_options(timeout_s=3600.0)(engine_only)
 
     return decorate
+
+
+def stock_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option ``--stock JSON``, which may be repeated and which the command gets as ``variants``."""
+    return click.option(
+        "--stock",
+        "variants",
+        type=JsonObject(("model", "enable_prefix_caching", "kv_cache_memory_bytes")),
+        multiple=True,
+        default=("{}",),
+        show_default=True,
+        help='A stock engine with more options of LLM, such as {"prefix_match_unit": 16}; repeatable.',
+    )(command)
+
+
+def stock_engines(
+    settings: EngineSettings, context: int, variants: Sequence[Mapping[str, Any]], **options: Any
+) -> list[Engine]:
+    """Return an engine of stock vLLM with prefix caching and ``options`` for each of the ``variants``."""
+    return [
+        Engine(
+            settings,
+            context,
+            hypic=False,
+            name=" ".join(["stock", *(f"{key}={value}" for key, value in more.items())]),
+            enable_prefix_caching=True,
+            **{**options, **more},
+        )
+        for more in variants
+    ]

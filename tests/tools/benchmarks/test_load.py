@@ -340,6 +340,11 @@ def test_points_figures():
     [ratio] = ratios([stock, hypic])
     assert (ratio.server, ratio.baseline, ratio.ratio) == ("hypic", "stock", pytest.approx(4.0))
     assert (ratio.low, ratio.high) == (pytest.approx(3.2), pytest.approx(5.0))
+    better = Sustained("stock --prefix-match-unit 16", 0.4, 0.5, 5)
+    assert [(r.server, r.baseline, r.ratio) for r in ratios([stock, better, hypic])] == [
+        ("stock", better.server, pytest.approx(0.5)),
+        ("hypic", better.server, pytest.approx(2.0)),
+    ]
     assert ratios([hypic]) == []
     [none] = ratios([Sustained("stock", None, 0.1, 3), hypic])
     assert none.ratio is None and none.high is None and none.low == pytest.approx(8.0)

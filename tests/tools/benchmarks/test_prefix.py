@@ -147,3 +147,23 @@ def test_the_next_turn_has_the_answer_that_engines_were_given(scale: float):
     assert gone_on > 10
     one = generate("conversations", 1, seed=1)[0]
     assert ask_of(one, words, scale, answered=False).tokens == tokens_of(one, words, scale)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_engines_beside_two_stock_engines(tmp_path: Path):
+    output, report = measured(
+        tmp_path,
+        *("prefix-engines", "--size", "tiny", "--kind", "conversations", "--requests", 12, "--scale", 0.1),
+        *("--kv-gib", 0.25, "--longest", 2048, "--eager", "--threads", 1),
+        *("--stock", "{}", "--stock", '{"prefix_match_unit": 16}'),
+    )
+    [found] = report["results"]["traces"]
+    stock, ours = {side["engine"]: side for side in found["stock"]}, found["hypic"]
+    assert list(stock) == ["stock", "stock prefix_match_unit=16"] and ours["engine"] == "hypic"
+    medians = {name: side["first_token"]["median"] for name, side in stock.items()}
+    assert found["best"] == min(medians, key=medians.__getitem__)
+    assert 0 < stock["stock"]["hit_rate"] <= stock["stock prefix_match_unit=16"]["hit_rate"] < 1
+    assert 0 < ours["hit_rate"] < 1
+    assert len(found["sooner"]["values"]) == 9, "requests behind the first quarter"
+    assert f"sooner than {found['best']}" in output
