@@ -121,18 +121,6 @@ class Operators(Protocol):
         """``rows`` of K, V ``[tokens, kv_heads, size]`` into ``slots`` of the pool, K's rotation undone."""
         ...
 
-    def cache_lse(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        index: Tensor,
-        blocks: Tensor,
-        query_ranges: Tensor,
-        scale: float,
-    ) -> Tensor:
-        """See the package ``backends/ops/span_attention``."""
-        ...
-
     def cached_attention(
         self,
         query: Tensor,
@@ -144,14 +132,6 @@ class Operators(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """``cache_attention`` of the package ``backends/ops/span_attention``, over K and V ``[blocks,
         block_size, kv_heads, size]``."""
-        ...
-
-    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """``slots [n]`` of the pool's K and V into ``key`` and ``value [n, kv_heads, size]``."""
-        ...
-
-    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """The way back of ``gather``."""
         ...
 
 
@@ -199,17 +179,6 @@ class TorchOperators:
         pool[0].index_copy_(0, slots, raw)
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
-    def cache_lse(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        index: Tensor,
-        blocks: Tensor,
-        query_ranges: Tensor,
-        scale: float,
-    ) -> Tensor:
-        return span_eager.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
-
     def cached_attention(
         self,
         query: Tensor,
@@ -222,14 +191,6 @@ class TorchOperators:
         both = torch.stack(caches, 1)
         key, value = torch.arange(both[0].numel(), dtype=torch.int32).view(both.shape[1:])
         return span_eager.cache_attention(query, both, key, value, blocks, query_ranges, scale, hidden)
-
-    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        for source, target in zip(pool, (key, value), strict=True):
-            torch.index_select(source, 0, slots, out=target)
-
-    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        for target, source in zip(pool, (key, value), strict=True):
-            target.index_copy_(0, slots, source)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ def check_span(
         yield from guarded("span attention", name, dtype, _attend(operators, name, case))
     yield from guarded("merge", "", dtype, _merge(operators, device, dtype))
     yield from guarded("capture of K and V", "", dtype, _capture(operators, device, dtype, n))
-    yield from guarded("gather, scatter", "", dtype, _pages(operators, device, dtype, n))
     tokens = (300, 4000) if long else (20, 50)
-    yield from guarded("log-sum-exp of a cache", "", dtype, _cache_lse(operators, device, dtype, tokens))
     yield from guarded("windows in a cache", "", dtype, _cached(operators, device, dtype, tokens))
     yield from guarded("stock attention (torch)", "", dtype, _private(device, dtype, tokens[0]))
 
@@ -148,52 +146,6 @@ def _capture(
             *(untouched(t, slots) for t in pool),
         )
         yield Finding("capture of K and V", name, kind(dtype), error, COPY[dtype])
-
-
-def _pages(operators: Operators, device: torch.device, dtype: torch.dtype, tokens: int) -> Iterator[Finding]:
-    """A record out of the pool and into another one: bit for bit, and nothing else."""
-    case = SpanCase.make(REAL.attention, [SpanRequest.decode(tokens)], dtype, device)
-    [slots] = case.rows.slot_mapping
-    key, value = (torch.full_like(case.key[:tokens], torch.nan) for _ in range(2))
-    operators.gather((case.key, case.value), slots, key, value)
-    pool = torch.full_like(case.key, torch.nan), torch.full_like(case.value, torch.nan)
-    operators.scatter(pool, slots, key, value)
-    same = torch.equal(key, case.key[slots]) and torch.equal(value, case.value[slots])
-    back = torch.equal(pool[0][slots], key) and torch.equal(pool[1][slots], value)
-    error = max(0.0 if same and back else float("inf"), *(untouched(t, slots) for t in pool))
-    yield Finding("gather, scatter", "random pages", kind(dtype), error, 0.0)
-
-
-def _cache_lse(
-    operators: Operators, device: torch.device, dtype: torch.dtype, tokens: tuple[int, int]
-) -> Iterator[Finding]:
-    """A prompt and a decoded token over a paged cache whose blocks hold K, then V; unused ones hold NaN."""
-    shape, size = REAL.attention, 16
-    counts = [-(-n // size) for n in tokens]
-    drawn = torch.Generator(device).manual_seed(5)
-    blocks = torch.full((sum(counts) + 2, 2, size, shape.kv_heads, shape.size), torch.nan, device=device)
-    order = torch.randperm(len(blocks), generator=drawn, device=device)
-    table = torch.zeros(2, max(counts), dtype=torch.int32, device=device)
-    at = 0
-    for row, (n, count) in enumerate(zip(tokens, counts, strict=True)):
-        mine = order[at : at + count]
-        at += count
-        table[row, :count] = mine
-        key = torch.randn(count * size, shape.kv_heads, shape.size, generator=drawn, device=device)
-        key[n:] = torch.nan
-        blocks[mine, 0] = key.unflatten(0, (count, size))
-    blocks = blocks.to(dtype)
-    index = torch.arange(blocks[0, 0].numel(), dtype=torch.int32, device=device).view(blocks.shape[2:])
-    rows = (tokens[0] // 2, 1)
-    query = torch.randn(sum(rows), shape.heads, shape.size, generator=drawn, device=device).to(dtype)
-    query_ranges = torch.tensor([[0, rows[0], 0, tokens[0]], [rows[0], sum(rows), 1, tokens[1]]])
-    lse = operators.cache_lse(query, blocks, index, table, query_ranges, shape.scale)
-    exact = reference.cache_lse(
-        query.cpu(), blocks.cpu(), index.cpu(), table.cpu(), query_ranges, shape.scale
-    )
-    yield Finding(
-        "log-sum-exp of a cache", "prompt and decode", kind(dtype), difference(lse, exact), LSE[dtype]
-    )
 
 
 def _cached(

@@ -97,7 +97,7 @@ def _merge(shape: AttentionShape, rows: int, operators: Operators, timer: Timer,
 def _moves(
     shape: AttentionShape, tokens: int, operators: Operators, timer: Timer, rates: Rates
 ) -> Iterator[KernelTimes]:
-    """Capture, gather, scatter of a segment's K and V, beside PyTorch's indexing."""
+    """Capture of a segment's K and V, beside PyTorch's indexing."""
     case = SpanCase.make(shape, [SpanRequest.decode(tokens)], DTYPE, timer.device)
     [slots], [positions] = case.rows.slot_mapping, case.rows.kv_positions
     pool = case.key, case.value
@@ -112,30 +112,8 @@ def _moves(
         pool[0].index_copy_(0, slots, unrotate(key.index_select(0, rows), case.table, positions, True))
         pool[1].index_copy_(0, slots, value.index_select(0, rows))
 
-    def gather_in_torch() -> None:
-        torch.index_select(pool[0], 0, slots, out=key)
-        torch.index_select(pool[1], 0, slots, out=value)
-
-    def scatter_in_torch() -> None:
-        pool[0].index_copy_(0, slots, key)
-        pool[1].index_copy_(0, slots, value)
-
-    named: list[tuple[str, Calls]] = [
-        (
-            "capture of K, V",
-            {
-                OURS: lambda: operators.capture(pool, key, value, rows, slots, positions, case.table),
-                "torch": capture_in_torch,
-            },
-        ),
-        (
-            "gather of pages",
-            {OURS: lambda: operators.gather(pool, slots, key, value), "index_select": gather_in_torch},
-        ),
-        (
-            "scatter of pages",
-            {OURS: lambda: operators.scatter(pool, slots, key, value), "index_copy_": scatter_in_torch},
-        ),
-    ]
-    for kernel, calls in named:
-        yield KernelTimes.measure(kernel, name, calls, work, timer, rates)
+    calls: Calls = {
+        OURS: lambda: operators.capture(pool, key, value, rows, slots, positions, case.table),
+        "torch": capture_in_torch,
+    }
+    yield KernelTimes.measure("capture of K, V", name, calls, work, timer, rates)

@@ -62,17 +62,6 @@ class TritonOperators:
     ) -> None:
         span_triton.capture_(key, value, *pool, rows, slots, positions, table, neox)
 
-    def cache_lse(
-        self,
-        query: Tensor,
-        kv_cache: Tensor,
-        index: Tensor,
-        blocks: Tensor,
-        query_ranges: Tensor,
-        scale: float,
-    ) -> Tensor:
-        return span_triton.cache_lse(query, kv_cache, index, blocks, query_ranges, scale)
-
     def cached_attention(
         self,
         query: Tensor,
@@ -83,12 +72,6 @@ class TritonOperators:
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:
         return span_triton.cached_attention(query, *caches, blocks, query_ranges, scale, hidden)
-
-    def gather(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        span_triton.gather_slots(*pool, slots, key, value)
-
-    def scatter(self, pool: tuple[Tensor, Tensor], slots: Tensor, key: Tensor, value: Tensor) -> None:
-        span_triton.scatter_slots(*pool, slots, key, value)
 
 
 @dataclass(frozen=True)

@@ -75,14 +75,6 @@ def main() -> None:
     for neox in (True, False):
         cache = torch.zeros(2, 64, 512 + 64, dtype=bf16)
         latents.warm_up(16, 64, torch.zeros(16, 64, dtype=bf16), neox, cache)
-    operators.cache_lse(
-        torch.zeros(1, 64, 128, dtype=bf16),
-        torch.zeros(1, 2 * 16 * 8 * 128, dtype=bf16),
-        torch.zeros(16, 8, 128, dtype=torch.int32),
-        torch.zeros(1, 16, dtype=torch.int32),
-        torch.tensor([[0, 1, 0, 1]]),
-        1.0,
-    )
     print(*RECORDED, sep="\n")
 
 

@@ -10,7 +10,6 @@ from span_cases import on
 from vllm_hypic.backends.ops.span_attention.eager import unrotate
 from vllm_hypic.backends.ops.span_attention.reference import unrotate_reference
 from vllm_hypic.backends.ops.span_attention.triton.capture import capture_
-from vllm_hypic.backends.ops.span_attention.triton.pages import gather_slots, scatter_slots
 
 zeros = torch.zeros
 
@@ -68,57 +67,20 @@ def test_rows_of_a_fused_projection(device: torch.device) -> None:
     assert torch.equal(pool_key[5:23], fused[2:20, 2:4]) and torch.equal(pool_value[5:23], fused[2:20, 4:6])
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("kv_heads", "size"), [(1, 16), (2, 72), (8, 256)])
-def test_there_and_back(kv_heads: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Bit for bit, what is no number included; other slots stay as they are."""
-    rng = torch.Generator().manual_seed(size)
-    shape = (25, kv_heads, size)
-    pool_key, pool_value = (torch.randn(shape, generator=rng).to(dtype).to(device) for _ in range(2))
-    pool_key[3, 0, 5] = float("nan")
-    slots = torch.tensor([3, 24, 7, 8, 9, 0], device=device)
-    key, value = (torch.empty(6, kv_heads, size, dtype=dtype, device=device) for _ in range(2))
-    gather_slots(pool_key, pool_value, slots, key, value)
-    assert torch.equal(bits(key), bits(pool_key.index_select(0, slots)))
-    assert torch.equal(bits(value), bits(pool_value.index_select(0, slots)))
-
-    new_key, new_value = (torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2))
-    wanted_key = new_key.index_copy(0, slots, key)
-    wanted_value = new_value.index_copy(0, slots, value)
-    scatter_slots(new_key, new_value, slots, key, value)
-    assert torch.equal(bits(new_key), bits(wanted_key)) and torch.equal(bits(new_value), bits(wanted_value))
-
-
-def test_no_slots(device: torch.device) -> None:
-    pool, nothing = torch.zeros(3, 1, 16, device=device), torch.zeros(0, 1, 16, device=device)
-    gather_slots(pool, pool, torch.zeros(0, dtype=torch.int64, device=device), nothing, nothing)
-
-
 @pytest.mark.parametrize(
-    ("operator", "change", "says"),
+    ("change", "says"),
     [
-        (capture_, {"value": zeros(4, 2, 8)}, r"value \(4, 2, 8\) torch.float32: expected \[..., 2, 16\]"),
-        (capture_, {"pool_key": zeros(4, 2, 16).half()}, "pool_key .* torch.float16: expected"),
-        (capture_, {"pool_value": zeros(4, 4, 16)[:, :2]}, "expected contiguous tensors"),
-        (capture_, {"slots": torch.arange(2)}, "1 rows, 2 slots, 1 positions"),
-        (capture_, {"table": zeros(8, 18)}, "rotary dimension 18"),
-        (gather_slots, {"pool_value": zeros(4, 2, 16)}, r"pool_value \(4, 2, 16\): expected \(5, 2, 16\)"),
-        (gather_slots, {"key": zeros(2, 2, 16)}, r"key \(2, 2, 16\): expected \(1, 2, 16\)"),
-        (gather_slots, {"value": zeros(1, 2, 16).half()}, "of one dtype"),
-        (gather_slots, {"value": zeros(1, 2, 32)[..., :16]}, "expected contiguous tensors"),
+        ({"value": zeros(4, 2, 8)}, r"value \(4, 2, 8\) torch.float32: expected \[..., 2, 16\]"),
+        ({"pool_key": zeros(4, 2, 16).half()}, "pool_key .* torch.float16: expected"),
+        ({"pool_value": zeros(4, 4, 16)[:, :2]}, "expected contiguous tensors"),
+        ({"slots": torch.arange(2)}, "1 rows, 2 slots, 1 positions"),
+        ({"table": zeros(8, 18)}, "rotary dimension 18"),
     ],
 )
-def test_bad_arguments_are_refused(operator: Any, change: dict[str, torch.Tensor], says: str) -> None:
+def test_bad_arguments_are_refused(change: dict[str, torch.Tensor], says: str) -> None:
     index = torch.arange(1)
-    given: dict[str, Any] = {"slots": index}
-    if operator is capture_:
-        given |= {"rows": index, "positions": index, "table": None, "neox": True}
-    tokens = 4 if operator is capture_ else 1
-    given |= {name: zeros(tokens, 2, 16) for name in ("key", "value")}
+    given: dict[str, Any] = {"slots": index, "rows": index, "positions": index, "table": None, "neox": True}
+    given |= {name: zeros(4, 2, 16) for name in ("key", "value")}
     given |= {name: zeros(5, 2, 16) for name in ("pool_key", "pool_value")}
     with pytest.raises(ValueError, match=says):
-        operator(**{**given, **change})
+        capture_(**{**given, **change})

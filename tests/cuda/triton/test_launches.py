@@ -16,9 +16,9 @@ from vllm_hypic.backends.ops.kernel_spec import SM90
 from vllm_hypic.backends.ops.linear_layer.triton import convolution
 from vllm_hypic.backends.ops.mamba2.triton import capture as mamba2_capture
 from vllm_hypic.backends.ops.mamba2.triton import compose as mamba2_compose
-from vllm_hypic.backends.ops.span_attention.triton import cache, capture, kernels, latents, merge, pages
+from vllm_hypic.backends.ops.span_attention.triton import capture, kernels, latents, merge
 
-ATTENTION = (cache, capture, kernels, latents, merge, pages)
+ATTENTION = (capture, kernels, latents, merge)
 LINEAR = (delta_capture, delta_compose, terms, channel_terms, convolution, mamba2_capture, mamba2_compose)
 VARIANTS = {
     # Gated delta nets' with gates of heads and of channels, and Mamba2's with states of two sizes.

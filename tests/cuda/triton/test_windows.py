@@ -1,12 +1,10 @@
 """Rows with a window of their own in Triton, over the pool and over vLLM's cache, and log-sum-exps of that,
 against float64."""
 
-from typing import Any
-
 import pytest
 import torch
-from backends.cases import LSE_TOLERANCE, TOLERANCE, Cached
-from span_cases import FP8, SCALES, Case, on, over, skip_without_fp8
+from backends.cases import LSE_TOLERANCE, TOLERANCE
+from span_cases import FP8, SCALES, Case, over, skip_without_fp8
 
 from vllm_hypic.backends.ops.span_attention import reference
 from vllm_hypic.backends.ops.span_attention.triton import operators
@@ -100,31 +98,6 @@ def test_cached_tokens(
     largest = float(cache.nan_to_num(0.0).abs().max())
     assert float((out.cpu().double() - wanted).abs().max()) / largest <= TOLERANCE[dtype]
     assert float((lse.cpu() - wanted_lse).abs().max()) <= (1e-2 if scales else LSE_TOLERANCE[dtype])
-
-
-MANY = (1, 1), (1, 40), (7, 7), (5, 33), (9, 80)
-
-
-@pytest.mark.parametrize("dtype", LSE_TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    ("group", "size", "block", "requests"),
-    [
-        *((group, size, 16, MANY) for group, size in ((1, 32), (3, 72), (8, 16))),
-        # As hybrid models have them: their pages are as large as a state.
-        (2, 16, 24, ((3, 90), (1, 24))),
-    ],
-    ids=["1-32", "3-72", "8-16", "no power of two"],
-)
-def test_cache_lse(
-    group: int, size: int, block: int, requests: Any, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Over a paged cache whose K elements lie anywhere in a block."""
-    case = Cached(*requests, dtype=dtype, group=group, size=size, block=block)
-    query, cache, index, table, *rest = case.lse_arguments
-    ours = operators.cache_lse(*on(device, [query, cache, index, table]), *rest)
-    wanted = reference.cache_lse(*case.lse_arguments)
-    assert ours.dtype == torch.float32 and ours.shape == wanted.shape
-    assert float((ours.cpu() - wanted).abs().max()) <= LSE_TOLERANCE[dtype]
 
 
 def test_bad_arguments_are_refused(device: torch.device) -> None:

@@ -43,7 +43,7 @@ def test_kernels(tmp_path: Path) -> None:
     assert written["results"]["aims"] == []
     assert written["results"]["rates"]["copy"] > 0
     span, delta = (written["results"]["kernels"][name] for name in ("span", "delta"))
-    kernels = {"attention, prefill", "attention, decode", "merge", "gather of pages"}
+    kernels = {"attention, prefill", "attention, decode", "merge", "capture of K, V"}
     assert kernels <= {r["kernel"] for r in span}
     assert {r["kernel"] for r in delta} >= {"scan with T (capture)", "compose, records and seams"}
     for row in span + delta:

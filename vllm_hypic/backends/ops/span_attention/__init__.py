@@ -2,9 +2,9 @@
 
 Modules ``reference`` (float64) and ``eager`` (PyTorch) have all operators below, with one signature each.
 ``native`` (C++) has ``span_attention`` and ``join_``, which does the work of all other operators in one
-call.  ``triton.operators`` (CUDA) has all operators but ``join_``, ``cache_attention`` and soft-caps; layers
-on CUDA use a prepared form instead, see ``plan``.  ``triton.latents`` joins where V is a part of K (MLA).  A
-score is ``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
+call.  ``triton.operators`` (CUDA) has ``span_attention`` and ``merge_`` without soft-caps; layers on CUDA use
+a prepared form instead, see ``plan``.  ``triton.latents`` joins where V is a part of K (MLA).  A score is
+``scale * q.k``, or with ``soft_cap > 0``, ``soft_cap * tanh(scale * q.k / soft_cap)``:
 
 ``span_attention(query, pool_key, pool_value, slot_mapping, kv_positions, table, neox, visible_kv_lens,
 query_ranges, scale, hidden_kv_lens=None, soft_cap=0.0, key_scale=1.0, value_scale=1.0)``

@@ -1,9 +1,8 @@
 """Span attention in Triton, for CUDA.
 
-The three operators with the package's signatures make a plan at each call: they serve tests and layers that
+The operators with the package's signatures make a plan at each call: they serve tests and layers that
 run once.  A layer in a model calls :func:`attend` and :func:`merge_rows_` with the plan that all layers of
-the step share (``plan.py`` says how to make it), and :func:`capture_` and the copies of ``pages``, which need
-no plan.
+the step share (``plan.py`` says how to make it), and :func:`capture_`, which needs no plan.
 """
 
 from __future__ import annotations
@@ -14,22 +13,17 @@ import numpy as np
 import torch
 
 from ..plan import FEW_ROWS, SpanColumns, SpanPlan, causal_kv_lens, many_rows, part_columns
-from .cache import cache_lse
 from .capture import capture_
 from .kernels import attend
 from .merge import merge_rows_
-from .pages import gather_slots, scatter_slots
 
 __all__ = [
     "attend",
-    "cache_lse",
     "cached_attention",
     "capture_",
-    "gather_slots",
     "merge_",
     "merge_rows_",
     "refuses",
-    "scatter_slots",
     "span_attention",
     "warm_up",
 ]
@@ -160,5 +154,3 @@ def warm_up(
         merge_rows_(query, lse, out, lse, plan.token_rows)
     one = slots[:1]
     capture_(query[:, :kv_heads], query[:, :kv_heads], key, value, one, one, one, table, neox)
-    gather_slots(key, value, one, key.clone(), value.clone())
-    scatter_slots(key, value, one, key.clone(), value.clone())
