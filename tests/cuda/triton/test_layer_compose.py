@@ -30,6 +30,7 @@ def slow(*case: Any) -> Any:
         (Shape(1, 1, 128, 16, taps=2), F32, F32),
         slow(Shape(1, 2, 64, 64), BF16, F32),
         (Shape(1, 2, 16, 64, taps=3), F16, F32),
+        (Shape(1, 2, 16, 32), BF16, BF16),
         (Shape(2, 2, 16, 32, channel_gates=True), F32, F32),
         (Shape(2, 2, 32, 32, channel_gates=True, gate_bound=-5.0), BF16, F32),
         (Shape2(2, 2, 16, 16, taps=2), F32, F32),

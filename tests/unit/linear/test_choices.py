@@ -40,6 +40,7 @@ def test_what_mamba2s_kernels_refuse() -> None:
     assert "width 5" in str(mamba2.native.refuses(wide.weights, wide.caches))
     inputs = replace(layer.caches, conv=layer.caches.conv.half())
     assert "float16" in str(mamba2.native.refuses(layer.weights, inputs))
+    assert mamba2.choose(layer.weights, layer.caches, torch.bfloat16) is mamba2.eager
 
 
 def test_what_the_gated_delta_kernels_refuse() -> None:
@@ -50,6 +51,9 @@ def test_what_the_gated_delta_kernels_refuse() -> None:
     assert gated_delta.choose(odd.weights, odd.caches) is gated_delta.eager
     half = replace(layer.caches, state=layer.caches.state.bfloat16())
     assert "bfloat16" in str(gated_delta.native.refuses(layer.weights, half))
+    says = gated_delta.refuses(layer.weights, layer.caches, torch.bfloat16)
+    assert says == "a convolution's cache in torch.float32 for inputs in torch.bfloat16"
+    assert gated_delta.choose(layer.weights, layer.caches, torch.bfloat16) is gated_delta.eager
 
 
 def test_a_bound_is_of_channels() -> None:

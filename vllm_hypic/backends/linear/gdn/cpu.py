@@ -203,8 +203,9 @@ class _Views:
         self.state = state.view(state.size(0), state.size(1), state.size(3), state.size(2))
         self.weights = layer.weights()
         nowhere = torch.zeros(0, dtype=torch.int32, device=conv.device)
-        self.ops = gated_delta.choose(self.weights, self.caches(nowhere))
-        self.refusal = gated_delta.refuses(self.weights, self.caches(nowhere))
+        caches, inputs = self.caches(nowhere), layer.model_config.dtype
+        self.ops = gated_delta.choose(self.weights, caches, inputs)
+        self.refusal = gated_delta.refuses(self.weights, caches, inputs)
 
     def caches(self, slots: torch.Tensor) -> LayerCaches:
         return LayerCaches(slots.contiguous(), self.conv, self.state)

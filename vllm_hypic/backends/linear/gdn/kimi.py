@@ -89,6 +89,7 @@ class HypicCPUKimiDeltaNet(KimiDelta, OwnRecurrence, KimiGatedDeltaNetAttention)
         ``mixed_qkv [n, 3 H K]``; ``g1 [1, n, H, K]``: gates of the recurrence; ``g2 [n, H, K]``: gates of its
         output; ``beta [1, n, H]``."""
         if get_forward_context().attn_metadata is None:
+            self.hypic_reached = True
             core_attn_out.zero_()  # in vLLM's profile run, stock code leaves uninitialised memory
             return
         self.core(mixed_qkv, beta[0], g1[0], core_attn_out[0])

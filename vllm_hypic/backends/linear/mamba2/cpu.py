@@ -42,7 +42,7 @@ class HypicCPUMamba2(HypicMamba2):
         out: torch.Tensor,
     ) -> None:
         inputs, weights, caches, heads, records = self._layer(runtime, x, out)
-        ops, carries = mamba2.choose(weights, caches), self.cut(runtime, segments)
+        ops, carries = mamba2.choose(weights, caches, out.dtype), self.cut(runtime, segments)
         ops.mamba2_segments(inputs, weights, caches, heads, records, segments.rows, carries)
 
     def run_composed(
@@ -54,7 +54,7 @@ class HypicCPUMamba2(HypicMamba2):
         out: torch.Tensor,
     ) -> None:
         inputs, weights, caches, heads, records = self._layer(runtime, x, out)
-        ops = mamba2.choose(weights, caches)
+        ops = mamba2.choose(weights, caches, out.dtype)
         ops.mamba2_compose(inputs, weights, caches, heads, records, composed.rows, composed.ops)
 
     def sub_batch(self, step: StepContext, metadata: Any, rows: StockRows) -> Mamba2AttentionMetadata:
@@ -83,7 +83,7 @@ class HypicCPUMamba2(HypicMamba2):
     def kernel_refusal(self) -> str | None:
         """Return why the C++ operators do not serve this layer, or ``None``."""
         nowhere = torch.zeros(0, dtype=torch.int32)
-        return mamba2.refuses(self.weights(), self.caches(nowhere))
+        return mamba2.refuses(self.weights(), self.caches(nowhere), self.model_config.dtype)
 
     def _layer(
         self, runtime: HypicRuntime, x: ProjectedRows, out: torch.Tensor

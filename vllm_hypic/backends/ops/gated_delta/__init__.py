@@ -40,6 +40,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
+
 from ..linear_layer.arguments import LayerCaches
 from . import eager, limits, native
 from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDeltaRecords, GatedDeltaWeights
@@ -60,9 +62,9 @@ __all__ = [
 ]
 
 
-def choose(weights: GatedDeltaWeights, caches: LayerCaches) -> ModuleType:
+def choose(weights: GatedDeltaWeights, caches: LayerCaches, inputs: torch.dtype | None = None) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
-    if refuses(weights, caches):
+    if refuses(weights, caches, inputs):
         return eager
     if caches.state.device.type == "cpu":
         return native
@@ -72,8 +74,8 @@ def choose(weights: GatedDeltaWeights, caches: LayerCaches) -> ModuleType:
     return operators
 
 
-def refuses(weights: GatedDeltaWeights, caches: LayerCaches) -> str | None:
+def refuses(weights: GatedDeltaWeights, caches: LayerCaches, inputs: torch.dtype | None = None) -> str | None:
     """Return why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or
-    `None` if they do."""
+    `None` if they do.  `inputs`: dtype of the layer's inputs; `None`: that of the convolution's cache."""
     on_cuda = caches.state.device.type == "cuda"
-    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches)
+    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches, inputs)

@@ -14,11 +14,13 @@ from .arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaInputs, GatedDelta
 STATES = (torch.float32,)
 
 
-def refuses(weights: GatedDeltaWeights, caches: LayerCaches) -> str | None:
-    """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
+def refuses(weights: GatedDeltaWeights, caches: LayerCaches, inputs: torch.dtype | None = None) -> str | None:
+    """Return the reason why the C++ operators do not serve the layer, or `None` if they do.  `inputs`: their
+    dtype; `None`: that of the convolution's cache."""
     if weights.gates_given:
         return "gates given as log decays and write strengths"
-    return native_layer.refuses(caches.conv.dtype, caches.state, STATES, len(weights.weight))
+    conv = caches.conv
+    return native_layer.refuses(inputs or conv.dtype, caches.state, STATES, len(weights.weight), conv)
 
 
 def gdn_segments(

@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import torch
+
 from ..linear_layer.arguments import LayerCaches
 from . import eager, limits, native
 from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
@@ -42,9 +44,9 @@ from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 __all__ = ["Mamba2Carry", "Mamba2Inputs", "Mamba2Records", "Mamba2Weights", "choose", "refuses"]
 
 
-def choose(weights: Mamba2Weights, caches: LayerCaches) -> ModuleType:
+def choose(weights: Mamba2Weights, caches: LayerCaches, inputs: torch.dtype | None = None) -> ModuleType:
     """Return the fastest module of the two operators that serves this layer."""
-    if refuses(weights, caches):
+    if refuses(weights, caches, inputs):
         return eager
     if caches.state.device.type == "cpu":
         return native
@@ -54,8 +56,8 @@ def choose(weights: Mamba2Weights, caches: LayerCaches) -> ModuleType:
     return operators
 
 
-def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
+def refuses(weights: Mamba2Weights, caches: LayerCaches, inputs: torch.dtype | None = None) -> str | None:
     """Return why the kernels for the caches' device (CPU: C++, CUDA: Triton) do not serve this layer, or
-    `None` if they do."""
+    `None` if they do.  `inputs`: dtype of the layer's inputs; `None`: that of the convolution's cache."""
     on_cuda = caches.state.device.type == "cuda"
-    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches)
+    return limits.refuses(weights, caches) if on_cuda else native.refuses(weights, caches, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from .. import extension, native_layer
@@ -11,9 +12,11 @@ from ..linear_layer.arguments import LayerCaches
 from .arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
 
 
-def refuses(weights: Mamba2Weights, caches: LayerCaches) -> str | None:
-    """Return the reason why the C++ operators do not serve the layer, or `None` if they do."""
-    return native_layer.refuses(caches.conv.dtype, caches.state, taps=len(weights.weight))
+def refuses(weights: Mamba2Weights, caches: LayerCaches, inputs: torch.dtype | None = None) -> str | None:
+    """Return the reason why the C++ operators do not serve the layer, or `None` if they do.  `inputs`: their
+    dtype; `None`: that of the convolution's cache."""
+    conv, taps = caches.conv, len(weights.weight)
+    return native_layer.refuses(inputs or conv.dtype, caches.state, taps=taps, conv=conv)
 
 
 def mamba2_segments(

@@ -78,11 +78,14 @@ def compose_kernel(
     state = state_ptr + cached * state_slot + head * state_head
     columns = state + column[None, :] * state_v
     S = load_columns(columns, state_k, tl.where(resumed > 0, K, 0), SLICES, SLICE)
+    before = S
     for step in range(first_step, stop_step):
         fields = steps_ptr + step * _STEP_FIELDS
         first, stop = tl.load(fields), tl.load(fields + 1)
         slot, mode = tl.load(fields + 2).to(tl.int64), tl.load(fields + 3)
-        if mode == _RESTORE:
+        if state_ptr.dtype.element_ty != tl.float32:
+            before = S  # a cache in 16 bits would round S
+        elif mode == _RESTORE:
             # Into the cache, not into registers, which would not hold a second S.
             store_columns(S, columns, state_k, SLICES, SLICE)
         for chunk in range(first, stop):
@@ -110,12 +113,18 @@ def compose_kernel(
                 SLICE,
             )
         if mode != _NONE:
-            # One load for both: two that meet afterwards take registers that are not there.
             restores = mode == _RESTORE
-            tl.debug_barrier()  # who reads an element of the cache may not be who wrote it
-            source = tl.where(restores, state, record_ptr + slot * record_slot + head * (K * V))
-            source += column[None, :] * tl.where(restores, state_v, 1)
-            after = load_columns(source, tl.where(restores, state_k, V), K, SLICES, SLICE)
+            record = record_ptr + slot * record_slot + head * (K * V)
+            if state_ptr.dtype.element_ty != tl.float32:
+                after = load_columns(record + column[None, :], V, tl.where(restores, 0, K), SLICES, SLICE)
+                if restores:
+                    after = before
+            else:
+                # One load for both: two that meet afterwards take registers that are not there.
+                tl.debug_barrier()  # who reads an element of the cache may not be who wrote it
+                source = tl.where(restores, state, record)
+                source += column[None, :] * tl.where(restores, state_v, 1)
+                after = load_columns(source, tl.where(restores, state_k, V), K, SLICES, SLICE)
             block = tl.load(block_of_ptr + slot * block_of_slot + head, mask=mode == _TRANSITION, other=-1)
             if block >= 0:
                 after = _transformed(blocks_ptr + block.to(tl.int64) * (K * K), S, after, K, SLICES, SLICE)
