@@ -19,7 +19,7 @@ from .executor import Clock, Dropped, Failed, IoTask, Refused, TimedOut, Watchdo
 from .protocol import CacheValue, ObjectName, TierStats
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
-from .tiers.base import Tier
+from .tiers.base import Tier, TierError
 from .tiers.capacity_index import Counts
 
 logger = logging.getLogger("vllm.hypic.store")
@@ -71,11 +71,14 @@ class AsyncTier:
         lock: threading.RLock,
         clock: Clock,
         wall: Clock,
+        remember_expiry: Callable[[ObjectName, float], None],
     ) -> None:
+        """``remember_expiry`` gets the expiries of objects that an earlier process left in the tier."""
         self.name, self.tier = tier.name, tier
         self.stats = TierStats()
         self.opened = False
         self._settings, self._lock, self._clock, self._wall = settings, lock, clock, wall
+        self._remember_expiry = remember_expiry
         self.reads = WatchdogExecutor(f"{tier.name} (reads)", settings.readers, lock, settings, clock)
         self.writes = WatchdogExecutor(f"{tier.name} (writes)", 1, lock, settings, clock)
         self._tells = self._failing = self._closing = self._threaded = self._refreshing = False
@@ -83,6 +86,8 @@ class AsyncTier:
         self._intents: dict[ObjectName, _Intent] = {}
         self._clears = 0
         self._refreshed_at = -float("inf")
+        self._damaged = 0
+        """Damaged objects that the tier itself deleted."""
 
     # -- life
 
@@ -126,6 +131,7 @@ class AsyncTier:
         for held in list(self.tier.held() or ()):
             if held.expires is None or held.expires > latest:
                 self.tier.expire(held.name, latest)
+                self._remember_expiry(held.name, latest)
 
     def _keep_opening(self) -> None:
         back_off = self._settings.back_off_s
@@ -194,7 +200,8 @@ class AsyncTier:
 
     def report(self) -> TierStats:
         """Return the counts so far, and the levels of their last refresh; clear the recorded latencies."""
-        seen = replace(self.stats, up=self.readable and self.writes.up)
+        corrupt = self.stats.corrupt + self._damaged
+        seen = replace(self.stats, up=self.readable and self.writes.up, corrupt=corrupt)
         self.stats.read_seconds, self.stats.write_seconds = [], []
         return seen
 
@@ -322,7 +329,11 @@ class AsyncTier:
         for base in item.rests_on:
             self.tier.touch(base)  # so that the base leaves after this object
         if item.expires is not None:
-            self.tier.expire(item.name, item.expires)
+            try:
+                self.tier.expire(item.name, item.expires)
+            except TierError:
+                self.tier.delete(item.name)  # without an expiry the object would stay for good
+                raise
         return time.perf_counter() - started
 
     def delete(self, name: ObjectName) -> None:
@@ -412,6 +423,7 @@ class AsyncTier:
         self.stats.bytes_used, self.stats.bytes_budget, self.stats.objects = used, budget or 0, objects
         if counts is not None:
             self.stats.evictions, self.stats.expired = counts.evicted, counts.expired
+            self._damaged = counts.damaged
         self._refreshed_at = self._clock()
         self._refreshing = False
 

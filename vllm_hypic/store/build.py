@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ..config.store import (
@@ -18,15 +17,13 @@ from ..config.store import (
 from ..errors import ConfigError
 from .eviction.policy import make_policy
 from .protocol import CacheValue
-from .record import PEEK_BYTES, Fault, aligned_buffer, peek_value
+from .record import PEEK_BYTES, Fault, peek_value
 from .settings import StoreSettings
 from .tiered import TieredStore
 from .tiers.base import Tier
 
 
-def build_store(
-    config: StoreConfig, namespace: str, allocate: Callable[[int], memoryview] | None = None
-) -> TieredStore | None:
+def build_store(config: StoreConfig, namespace: str) -> TieredStore | None:
     """Return the open store of one worker, or ``None`` if ``config`` has no tiers.
 
     The call waits at most :attr:`StoreSettings.open_s` seconds for tiers to open.  ``namespace`` separates
@@ -40,7 +37,6 @@ def build_store(
         queue_bytes=config.queue_bytes,
         ttl_s=config.ttl_s,
         close_s=config.close_s,
-        allocate=allocate or aligned_buffer,
     )
     tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]
     store = TieredStore(tiers, settings, appraise=_value_of_record)
@@ -77,6 +73,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
                 durable=tier.durable,
                 shared=bool(tier.shared),
                 namespace=namespace,
+                ttl_s=config.ttl_s,
             )
         case RedisConfig():
             from .tiers.redis import RedisTier

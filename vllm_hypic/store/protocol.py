@@ -61,11 +61,13 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Fetched:
-    """The end of a prefetch.  ``tier``: the object's source; ``None``: no tier had a sound object in time."""
+    """The end of a prefetch.  ``tier``: the object's source; ``None``: no tier had a sound object in time.
+    ``absent``: all tiers answered, and no tier has the object."""
 
     name: ObjectName
     tier: str | None
     seconds: float
+    absent: bool = False
 
 
 @dataclass

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from .record import aligned_buffer
 
 
 @dataclass(frozen=True)
@@ -32,5 +29,3 @@ class StoreSettings:
     """The number of a tier's threads that read.  One more thread writes."""
     most_hung: int = 4
     """The number of hung reads, or writes, at which a tier starts no more of them until one returns."""
-    allocate: Callable[[int], memoryview] = aligned_buffer
-    """Returns the given number of bytes, which the memory tier keeps.  Runs on the thread that reserves."""

@@ -47,6 +47,8 @@ class _Fetch:
     reader: Reader
     started: float
     deadline: float
+    all_asked: bool
+    """Whether no tier was bypassed at the start."""
     give_up_at: float | None = None
     """The time at which the fetch leaves the current source; ``None`` while the reader runs."""
     current: bool = True
@@ -90,7 +92,9 @@ class TieredStore:
         self._lock = threading.RLock()
         self._begun = threading.Condition(self._lock)
         """Notified when an operation begins that may need watching."""
-        self._tiers = [AsyncTier(tier, self._settings, self._lock, clock, wall) for tier in tiers]
+        self._tiers = [
+            AsyncTier(tier, self._settings, self._lock, clock, wall, self._remember_expiry) for tier in tiers
+        ]
         self._writes = WriteBehind(self._tiers, self._settings, self._lock, clock)
         self._fetches: dict[ObjectName, _Fetch] = {}
         self._expiries: dict[ObjectName, float | None] = {}
@@ -201,10 +205,16 @@ class TieredStore:
                 return False
             now = self._clock()
             deadline = now + self._settings.deadline_s - spent_s
-            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, deadline)
+            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, deadline, self.all_readable)
             fetch.task = Task(self._fetch(fetch, sources))
             self._begun.notify_all()
             return True
+
+    @property
+    def all_readable(self) -> bool:
+        """Whether no tier is bypassed, so that an object without a source is in no tier."""
+        with self._lock:
+            return all(tier.readable for tier in self._tiers)
 
     def _sources(self, name: ObjectName, limit: int) -> list[Source]:
         writing = self._writes.find(name)
@@ -221,6 +231,7 @@ class TieredStore:
     async def _fetch(self, fetch: _Fetch, sources: Sequence[Source]) -> None:
         """Ask the sources in turn; each source gets its even share of the time that is left."""
         found: tuple[Source, memoryview] | None = None
+        lacking = 0
         for i, source in enumerate(sources):
             now = self._clock()
             if now >= fetch.deadline:
@@ -236,6 +247,7 @@ class TieredStore:
             data = await io
             if data is None:
                 source.stats.misses += 1
+                lacking += 1
                 continue
             verdict = await io.follow(partial(fetch.read, data))
             if verdict is None:
@@ -248,8 +260,10 @@ class TieredStore:
             logger.warning("record %s in tier %s is %s: deleting it", fetch.name, source.name, verdict.value)
             source.stats.corrupt += 1
             source.delete(fetch.name)
+            lacking += 1
+        absent = fetch.all_asked and lacking == len(sources)
         seconds = self._clock() - fetch.started
-        fetch.ended = Fetched(fetch.name, found[0].name if found else None, seconds)
+        fetch.ended = Fetched(fetch.name, found[0].name if found else None, seconds, absent)
         if found and fetch.current:
             self._promote(fetch.name, *found)
 
@@ -374,12 +388,13 @@ class TieredStore:
 
     def _remember_expiry(self, name: ObjectName, at: float | None) -> None:
         """Keep the expiry for copies that move up later: a tier does not return an object's expiry."""
-        if at is None and self._settings.ttl_s is None:
-            self._expiries.pop(name, None)
-            return
-        self._expiries[name] = at
-        if len(self._expiries) > _EXPIRIES_KEPT:
-            del self._expiries[next(iter(self._expiries))]
+        with self._lock:
+            if at is None and self._settings.ttl_s is None:
+                self._expiries.pop(name, None)
+                return
+            self._expiries[name] = at
+            if len(self._expiries) > _EXPIRIES_KEPT:
+                del self._expiries[next(iter(self._expiries))]
 
     def _latest(self) -> float | None:
         """Return the expiry (Unix time) of an object written now, unless a later call sets another expiry."""

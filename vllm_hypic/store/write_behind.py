@@ -11,6 +11,7 @@ from functools import partial
 from .async_tier import AsyncTier, Item
 from .executor import Clock, IoTask, WatchdogExecutor
 from .protocol import CacheValue, ObjectName, Reservation, TierStats
+from .record import aligned_buffer
 from .settings import StoreSettings
 from .tasks import Future, Task, Unavailable
 
@@ -126,7 +127,7 @@ class WriteBehind:
                 return None
             self.nbytes += value.nbytes
         try:
-            reservation = Reservation(name, self._settings.allocate(value.nbytes), value)
+            reservation = Reservation(name, aligned_buffer(value.nbytes), value)
         except MemoryError:
             with self._lock:
                 self.nbytes -= value.nbytes
@@ -234,7 +235,8 @@ class WriteBehind:
         self._left(nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        return self.nbytes + nbytes <= self._settings.queue_bytes
+        """Whether the queue takes the bytes.  An empty queue takes an object of any size."""
+        return not self.nbytes or self.nbytes + nbytes <= self._settings.queue_bytes
 
     def _left(self, nbytes: int) -> None:
         self.nbytes -= nbytes

@@ -11,7 +11,15 @@ import torch
 from store.awkward_tiers import PATIENCE_S, AwkwardTier, wait_for
 from store.conftest import ManualClock
 
-from vllm_hypic.connector.orders import ClearCaches, FetchRecord, Order, PushRecord, Result, SaveRecord
+from vllm_hypic.connector.orders import (
+    ClearCaches,
+    FetchRecord,
+    Order,
+    Outcome,
+    PushRecord,
+    Result,
+    SaveRecord,
+)
 from vllm_hypic.connector.worker.shared_tier_link import SharedTierLink
 from vllm_hypic.connector.worker.store_link import StoreLink
 from vllm_hypic.pool.codec import RankPart, RecordCodec
@@ -239,9 +247,15 @@ def chained(serial: int, key: SegmentKey, columns: int, keys: tuple[SegmentKey, 
     return RecordPlace(serial, key, serial, slots.astype(np.int64), True, 10, 1e9, base)
 
 
-@pytest.mark.parametrize(("each_s", "result"), [(2.0, Result.DONE), (3.0, Result.FAILED)])
-def test_a_chain_has_one_deadline(each_s: float, result: Result) -> None:
-    clock, tier = ManualClock(), AwkwardTier()
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def chain(clock: ManualClock) -> Iterator[tuple[StoreLink, AwkwardTier]]:
+    """A link whose tier has :data:`FIRST`, and :data:`SECOND`, which rests on it."""
+    tier = AwkwardTier()
     store = TieredStore([tier], StoreSettings(deadline_s=DEADLINE_S), clock=clock, wall=clock)
     store.open()
     attention = (AttentionGeometry("layers.0", 2, 8, torch.bfloat16),)
@@ -251,18 +265,55 @@ def test_a_chain_has_one_deadline(each_s: float, result: Result) -> None:
         assert link.submit(SaveRecord(at))
         link.advance()
         assert store.drain(PATIENCE_S)
-    assert tier.calls.count("touch") == 2, "before and after what rests on it was written"
     link.get_finished()
-    ended = []
-    hang = tier.hang("get")
-    link.submit(FetchRecord(chained(2, SECOND, 2 * COLUMNS)))
-    for _ in range(2):
-        hang.wait_until_entered()
-        clock.advance(each_s)
-        before, hang = hang, tier.hang("get")
-        before.release()
-        wait_for(lambda: ended.extend(link.get_finished()) or ended or tier.calls.count("get") == 2, "a read")
-    wait_for(lambda: ended.extend(link.get_finished()) or ended, "the end")
-    assert [outcome.result for outcome in ended] == [result]
+    yield link, tier
     tier.release()
     link.close()
+
+
+def end_of_fetch(link: StoreLink) -> Result:
+    ended: list[Outcome] = []
+    wait_for(lambda: ended.extend(link.get_finished()) or ended, "the end")
+    [outcome] = ended
+    return outcome.result
+
+
+@pytest.mark.parametrize(("each_s", "result"), [(2.0, Result.DONE), (3.0, Result.FAILED)])
+def test_a_chain_has_one_deadline(
+    chain: tuple[StoreLink, AwkwardTier], clock: ManualClock, each_s: float, result: Result
+) -> None:
+    link, tier = chain
+    assert tier.calls.count("touch") == 2, "before and after what rests on it was written"
+    hang = tier.hang("get")
+    link.submit(FetchRecord(chained(2, SECOND, 2 * COLUMNS)))
+    hang.wait_until_entered()
+    clock.advance(each_s)
+    before, hang = hang, tier.hang("get")
+    before.release()
+    wait_for(lambda: link.get_finished() or tier.calls.count("get") == 2, "the second read")
+    hang.wait_until_entered()
+    clock.advance(each_s)
+    if result is Result.DONE:
+        hang.release()
+    assert end_of_fetch(link) is result
+
+
+@pytest.mark.parametrize("fault", ["the base is gone", "the tier fails"])
+def test_a_record_is_deleted_only_where_its_base_is_gone(
+    chain: tuple[StoreLink, AwkwardTier], fault: str
+) -> None:
+    link, tier = chain
+    first, second = object_name(FIRST), object_name(SECOND)
+    if fault == "the base is gone":
+        del tier.objects[first]
+    else:
+
+        def fail_at_the_base() -> None:
+            if tier.calls.count("get") == 2:
+                raise TierError("the server went away")
+
+        tier.before["get"] = fail_at_the_base
+    link.submit(FetchRecord(chained(2, SECOND, 2 * COLUMNS)))
+    assert end_of_fetch(link) is Result.FAILED
+    assert link.store.drain(PATIENCE_S)
+    assert (second in tier.objects) == (fault == "the tier fails")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,8 +67,8 @@ def on_disk(clock: ManualClock, tmp_path: Path) -> Iterator[OpenTier]:
     """
     tiers: list[DiskTier] = []
 
-    def open_tier(budget: int = 1000, *, durable: bool = False, shared: bool = False) -> DiskTier:
-        tier = DiskTier("disk", tmp_path, budget, LruPolicy(), clock=clock, durable=durable, shared=shared)
+    def open_tier(budget: int = 1000, **options: Any) -> DiskTier:
+        tier = DiskTier("disk", tmp_path, budget, LruPolicy(), clock=clock, **{"durable": False, **options})
         tier.open()
         tiers.append(tier)
         return tier

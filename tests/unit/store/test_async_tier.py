@@ -21,7 +21,9 @@ from .conftest import ManualClock
 
 
 def opened(tier: AwkwardTier, clock: ManualClock, **settings: Any) -> AsyncTier:
-    opened = AsyncTier(tier, StoreSettings(**settings), threading.RLock(), clock, clock)
+    opened = AsyncTier(
+        tier, StoreSettings(**settings), threading.RLock(), clock, clock, lambda name, at: None
+    )
     assert opened.open_once()
     return opened
 

@@ -86,6 +86,17 @@ def test_objects_of_others_are_found_and_booked(tier, on_disk):
     beside.check_integrity()
 
 
+def test_read_objects_of_others_expire(tier, on_disk, clock, tmp_path):
+    beside = on_disk(shared=True, ttl_s=100.0)
+    put(tier, 1, 300)
+    clock.advance(30)
+    assert got(beside, 1) is not None
+    assert [held.expires for held in beside.held()] == [clock() + 100]
+    clock.advance(100)
+    assert got(beside, 1) is None and not place(tmp_path, 1).exists()
+    assert got(tier, 1) is None
+
+
 def test_objects_of_others_keep_the_reader_within_its_budget(tier, beside, tmp_path):
     put(beside, 1, 600)
     assert put(tier, 2, 600) == got(beside, 2)
@@ -321,3 +332,14 @@ def test_clear_leaves_what_it_cannot_read(stores: tuple[TieredStore, TieredStore
     mine.clear()
     wait_for(lambda: gone not in files(tmp_path), "the sound record's end")
     assert mine.drain(PATIENCE_S) and files(tmp_path) == {damaged}
+
+
+def test_cut_files_are_counted(stores: tuple[TieredStore, TieredStore], tmp_path: Path) -> None:
+    mine, _ = stores
+    cut = save(mine, MINE, "a")
+    file = tmp_path / cut[0] / cut[1] / f"{cut}.hypic"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert mine.prefetch(cut, 1 << 20, lambda data: Verdict.TAKEN)
+    wait_for(mine.poll, "the end of the fetch")
+    other = save(mine, MINE, "b")  # the counts of the tier are read after a write
+    assert files(tmp_path) == {other} and mine.stats().tiers["disk"].corrupt == 1

@@ -87,10 +87,10 @@ def test_units_of_flops_and_bytes_do_not_matter(calls, alpha, flops, nbytes):
     held = tell(one, calls)
     tell(other, calls, lambda w: CacheValue(w.tokens, w.flops * 2.0**flops, w.nbytes << nbytes))
     assert list(one.worst_first()) == list(other.worst_first())
-    new = CacheValue(1, 100.0, 10)
-    for policy, scaled in ((one, new), (other, CacheValue(1, 100.0 * 2.0**flops, 10 << nbytes))):
-        policy.missed("new", scaled)
-        assert policy.admits("new", scaled, sorted(held)) == one.admits("new", new, sorted(held))
+    new, scaled = CacheValue(1, 100.0, 10), CacheValue(1, 100.0 * 2.0**flops, 10 << nbytes)
+    one.missed("new", new)
+    other.missed("new", scaled)
+    assert one.admits("new", new, sorted(held)) == other.admits("new", scaled, sorted(held))
 
 
 def test_of_two_as_old_the_denser_stays_and_age_outweighs_density_in_time():

@@ -1,10 +1,13 @@
 """The Redis tier against a real redis-server."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
 
 from benchmarks.lib.processes import free_port
 from benchmarks.services import RedisServer
@@ -70,6 +73,26 @@ def test_an_object_that_redis_cannot_take_is_refused(tier: RedisTier):
     with pytest.raises(TierFull, match=str(MAX_OBJECT_BYTES)):
         tier.put(name(1), huge, value(len(huge)))
     assert got(tier, 1) is None
+
+
+@pytest.mark.parametrize("broken", ["pttl", "persist"])
+def test_a_pin_that_failed_once_is_made_by_the_second_try(
+    tier: RedisTier, client: Redis, monkeypatch: pytest.MonkeyPatch, broken: str
+):
+    put(tier, 1, 100)
+    tier.expire(name(1), time.time() + 500)
+    for call, fails in ((tier.pin, broken), (tier.unpin, "pexpireat")):
+        with monkeypatch.context() as once:
+            once.setattr(tier._client, fails, refuse)
+            with pytest.raises(TierError):
+                call(name(1))
+        call(name(1))
+        assert (client.pttl(key(1)) == -1) == (call == tier.pin)
+    assert 400_000 < client.pttl(key(1)) <= 500_000
+
+
+def refuse(*_: object) -> NoReturn:
+    raise RedisError("the connection was reset")
 
 
 # -- values that others changed

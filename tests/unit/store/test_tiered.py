@@ -13,7 +13,21 @@ from vllm_hypic.store.tiers.memory import MemoryTier
 
 from .awkward_tiers import PATIENCE_S, AwkwardTier, full, name, wait_for
 from .conftest import ManualClock
-from .stores import SIZE, One, Opener, Reading, Two, commit, content, fetch, filled, place, reported, stuck
+from .stores import (
+    DEADLINE_S,
+    SIZE,
+    One,
+    Opener,
+    Reading,
+    Two,
+    commit,
+    content,
+    fetch,
+    filled,
+    place,
+    reported,
+    stuck,
+)
 
 # -- the ordinary
 
@@ -44,6 +58,25 @@ def test_a_tier_that_cannot_tell_is_asked(opened: Opener) -> None:
     assert reported(store).tier is None
     filled(store, 1)
     assert fetch(store, 1) == "tier"
+
+
+@pytest.mark.parametrize("fault", ["absent", "damaged", "get fails", "bypassed", "too late"])
+def test_absent_means_that_every_tier_answered(opened: Opener, clock: ManualClock, fault: str) -> None:
+    fast, slow = AwkwardTier("fast", tells=False), AwkwardTier("slow", tells=False)
+    store = opened(fast, slow)
+    if fault == "damaged":
+        place(slow, 1, data=content(2))
+    if fault in ("get fails", "bypassed"):
+        slow.fail("get")
+    if fault == "bypassed":
+        assert fetch(store, 2) is None and not store.all_readable
+    hang = slow.hang("get") if fault == "too late" else None
+    assert store.prefetch(name(1), SIZE, Reading(1))
+    if hang is not None:
+        hang.wait_until_entered()
+        clock.advance(DEADLINE_S)
+    ended = reported(store)
+    assert ended.tier is None and ended.absent == (fault in ("absent", "damaged"))
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -139,6 +172,17 @@ def test_reserving_is_refused_while_writing_lags_behind(opened: Opener) -> None:
     assert store.drain(PATIENCE_S) and store.reserve(name(4), CacheValue(1, 1.0, SIZE)) is not None
 
 
+def test_an_object_larger_than_the_queue_waits_for_an_empty_queue(opened: Opener) -> None:
+    tier = AwkwardTier()
+    store = opened(tier, queue_bytes=SIZE // 2)
+    stuck(tier, "put", lambda: commit(store, 1))
+    assert store.reserve(name(2), CacheValue(1, 1.0, SIZE)) is None
+    tier.release()
+    assert store.drain(PATIENCE_S)
+    filled(store, 2)
+    assert set(tier.objects) == {name(1), name(2)}
+
+
 def test_what_is_being_written_is_read_from_the_queue(one: One) -> None:
     store, tier = one
     tier.hang("put")
@@ -207,6 +251,27 @@ def test_what_a_former_process_left_expires_too(opened: Opener, clock: ManualClo
     place(tier, 1)
     opened(tier, ttl_s=100.0)
     assert tier.expiries == {name(1): clock() + 100}
+
+
+def test_what_a_former_process_left_does_not_live_longer_for_moving_up(
+    opened: Opener, clock: ManualClock
+) -> None:
+    fast, slow = AwkwardTier("fast"), AwkwardTier("slow")
+    place(slow, 1)
+    store = opened(fast, slow, ttl_s=100.0)
+    start = clock()
+    clock.advance(90)
+    assert fetch(store, 1) == "slow" and store.drain(PATIENCE_S)
+    assert fast.expiries == slow.expiries == {name(1): start + 100}
+
+
+def test_no_object_is_left_without_its_expiry(opened: Opener) -> None:
+    tier = AwkwardTier()
+    store = opened(tier, ttl_s=100.0)
+    tier.fail("expire")
+    commit(store, 1)
+    assert store.drain(PATIENCE_S)
+    assert not tier.objects and not store.holds(name(1))
 
 
 def test_what_is_deleted_while_it_is_fetched_does_not_move_up(two: Two) -> None:

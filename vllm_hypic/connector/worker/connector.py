@@ -292,7 +292,9 @@ class WorkerConnector:
     @property
     def _unfinished(self) -> int:
         """Number of records still to enter or leave the pool, which takes steps even without requests."""
-        return 0 if self._mover is None else self._mover.unfinished + len(self._settling)
+        if self._mover is None:
+            return 0
+        return self._mover.unfinished + len(self._settling) + sum(link.unfinished for link in self.links)
 
     def watch_arrivals(self, wake: Callable[[], None]) -> bool:
         """Let another thread call ``wake``, which must not wait, for each awaited record that has come or

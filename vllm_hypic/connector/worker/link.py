@@ -54,6 +54,11 @@ class RecordLink(ABC):
     ) -> None:
         self._finished.append(Outcome(order, result, reason, route, transition_blocks, fallback_keys))
 
+    @property
+    def unfinished(self) -> int:
+        """Number of records that the next steps can copy out of the pool."""
+        return 0
+
     def take_stats(self) -> StoreStats | None:
         """Return the counts of the link's store since the last report; ``None`` without a store, or before
         the next report is due."""

@@ -101,6 +101,10 @@ class StoreLink(RecordLink):
                 return False
         return True
 
+    @property
+    def unfinished(self) -> int:
+        return 0 if self.behind else len(self._unsaved)
+
     def is_saving(self, place: RecordPlace) -> bool:
         """Whether the record waits for its copy to the store, or is being copied."""
         return place.serial in self._unsaved or place.serial in self._copying
@@ -200,13 +204,15 @@ class StoreLink(RecordLink):
         ):
             self._fetching[name] = fetch
         else:
-            self._missed(fetch, "no tier has the record")
+            absent = not incoming.goes_on or self.store.all_readable
+            self._missed(fetch, "no tier has the record", absent=absent)
 
-    def _missed(self, fetch: _Fetch, reason: str) -> None:
+    def _missed(self, fetch: _Fetch, reason: str, *, absent: bool) -> None:
         order = fetch.order
         self.codec.mover.discard(order.place)
-        for key in fetch.incoming.read_keys:
-            # A base record is missing: once the record is deleted, it can be stored and read anew.
+        # A base record is missing: the records that rest on it are stored anew only after their deletion.
+        # While a tier is down or slow, the base may be there, and no record is deleted.
+        for key in fetch.incoming.read_keys if absent else ():
             self.store.delete(self.codec.name_of(key))
         if not order.fallback_keys:
             self._finish(order, Result.FAILED, reason)
@@ -229,7 +235,7 @@ class StoreLink(RecordLink):
             fetch.route = fetch.route or fetched.tier or ""
             fetch.seconds += fetched.seconds
             if fetched.tier is None:
-                self._missed(fetch, "no tier had the record in time")
+                self._missed(fetch, "no tier had the record in time", absent=fetched.absent)
             elif fetch.incoming.next is not None:
                 self._read_next(fetch)
             else:

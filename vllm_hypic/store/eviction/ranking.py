@@ -45,9 +45,6 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._grades)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._grades
-
     def used(self, key: str) -> int:
         """Return the time of the last use.  Raises ``KeyError`` for unknown keys.  Changes nothing."""
         return self._orders[self._grades[key]][key]

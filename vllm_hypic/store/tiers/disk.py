@@ -34,7 +34,8 @@ class DiskTier:
       whatever the books say; with ``shared``, :meth:`may_hold` therefore denies nothing.  Each process keeps
       the objects that it knows within its own budget, so the folder holds no more than all budgets together.
       An eviction or a deletion removes the object for all processes; :meth:`clear` spares other namespaces.
-      Each process has its own pins and expiries, for objects that it put, read, or found at its opening.
+      Each process has its own pins and expiries, for objects that it put, read, or found at its opening;
+      a read object of another process expires ``ttl_s`` seconds after the first read.
     - **Budget.**  An object counts with its own bytes, without the head and the file system's blocks.
     - **Faults.**  On a full disk, the tier evicts objects and tries the write once more, then raises
       :class:`TierFull`.  Any other fault is a :class:`TierError`.  The tier never touches files of other
@@ -54,6 +55,7 @@ class DiskTier:
         durable: bool = True,
         shared: bool = False,
         namespace: str | None = None,
+        ttl_s: float | None = None,
     ) -> None:
         """``namespace``: :meth:`clear` removes only records of this namespace; ``None``: all objects."""
         self.name = name
@@ -62,6 +64,7 @@ class DiskTier:
         self._files = ObjectFiles(path, durable)
         self._shared = shared
         self._namespace = namespace
+        self._ttl_s = ttl_s
         self._index = CapacityIndex(budget_bytes, policy)
         self._free = threading.Condition()  # its lock also guards the books
         # Names whose files a thread makes or removes just now: one thread per name, without the lock.
@@ -194,6 +197,10 @@ class DiskTier:
                 return
             victims = self._reserve(plan)
         self._end_put(plan, success=self._unlink_if_possible(victims))
+        with self._free:
+            held = self._index.entry(name)
+            if self._ttl_s is not None and held is not None and held.expires is None:
+                self._index.expire(name, self._clock() + self._ttl_s)
 
     def _check_lost(self, name: ObjectName) -> None:
         """Remove an object from the books if another process removed its file, and the file is not back."""

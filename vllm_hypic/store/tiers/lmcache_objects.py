@@ -115,7 +115,7 @@ class LMCacheObjects:
         """Return whether a read finds the object: LMCache may have evicted its body and kept its head."""
         return self.get(name, sys.maxsize) is not None
 
-    def put(self, name: ObjectName, data: memoryview, expires: float | None = None) -> None:
+    def put(self, name: ObjectName, data: memoryview) -> None:
         """Write the object unless it exists; return when memory and every L2 have it.
 
         Raises :class:`TierFull` without room in L1, :class:`TierError` when an L2 does not confirm in time.
@@ -129,7 +129,7 @@ class LMCacheObjects:
             # of an earlier process, or a damaged object, may be there.
             self._delete(name)
             self._write(self._key(name, _BODY), data)
-            head = Head(data.nbytes, zlib.crc32(data), expires)
+            head = Head(data.nbytes, zlib.crc32(data), None)
             self._write(self._key(name, _HEAD), memoryview(head.encode()))
             self._used_now(name)
 
@@ -276,9 +276,20 @@ class LMCacheObjects:
             names = list(self._known)
         for name in names:
             keys = [self._key(name, _HEAD), self._key(name, _BODY)]
-            if self._manager.delete_l1_keys(keys)[0]:
+            removed, locked = self._manager.delete_l1_keys(keys)
+            if removed:
                 return True
+            if not locked:
+                self._left_memory(name)
         return False
+
+    def _left_memory(self, name: ObjectName) -> None:
+        """Book that the object is not in L1: no later search for the oldest object begins with it."""
+        with self._lock:
+            if not self._manager.l2_adapters():
+                self._known.pop(name, None)
+            elif name in self._known:
+                self._known.move_to_end(name)
 
     def _delete(self, name: ObjectName) -> None:
         self._delete_keys([self._key(name, _HEAD), self._key(name, _BODY)])

@@ -18,6 +18,7 @@ MAX_OBJECT_BYTES = 512 * 1024 * 1024
 """The longest string that Redis takes."""
 
 _CLEAR_BATCH = 500
+_CONNECT_TIMEOUT_S = 1.0
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _URL_FORM = (
     "redis[s]://[[user]:password@]host[:port][/database] or unix://[[user]:password@]path[?db=database]"
@@ -42,7 +43,6 @@ class RedisTier:
         url: str,
         ttl_s: float | None = None,
         namespace: str = "default",
-        connect_timeout_s: float = 1.0,
         timeout_s: float = 2.0,
         password: str | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class RedisTier:
         self.name = name
         self._prefix = f"hypic:{namespace}:{name}:"
         self._ttl_ms = None if ttl_s is None else round(ttl_s * 1000)
-        self._client, self._where = _client(name, url, connect_timeout_s, timeout_s, password)
+        self._client, self._where = _client(name, url, timeout_s, password)
         self._opened = False
         self._lock = threading.Lock()
         self._pinned: dict[ObjectName, float | None] = {}
@@ -127,10 +127,9 @@ class RedisTier:
         return self._ask(lambda: self._client.unlink(self._key(name))) > 0
 
     def pin(self, name: ObjectName) -> None:
+        # The call may be a second try: a name is in ``_pinned`` before the server has heard of the pin.
         with self._lock:
-            if name in self._pinned:
-                return
-            self._pinned[name] = None
+            self._pinned.setdefault(name, None)
         left_ms = self._ask(lambda: self._client.pttl(self._key(name)))
         if left_ms >= 0:
             with self._lock:
@@ -138,10 +137,13 @@ class RedisTier:
             self._ask(lambda: self._client.persist(self._key(name)))
 
     def unpin(self, name: ObjectName) -> None:
-        with self._lock:
-            at = self._pinned.pop(name, None)
-        if at is not None:
-            self._expire_at(name, at)
+        while name in self._pinned:
+            at = self._pinned[name]
+            if at is not None:
+                self._expire_at(name, at)
+            with self._lock:  # behind the call, which may fail: a second try must find the expiry
+                if self._pinned[name] == at:
+                    del self._pinned[name]
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:
@@ -213,9 +215,7 @@ class RedisTier:
             raise TierError(f"tier {self.name}: Redis at {self._where}: {type(e).__name__}: {told}") from None
 
 
-def _client(
-    name: str, url: str, connect_timeout_s: float, timeout_s: float, password: str | None
-) -> tuple[redis.Redis, str]:
+def _client(name: str, url: str, timeout_s: float, password: str | None) -> tuple[redis.Redis, str]:
     """Return a client without a connection yet, and the server's address without its password."""
     try:
         import redis
@@ -227,7 +227,7 @@ def _client(
         pool = redis.ConnectionPool.from_url(
             url,
             password=password,
-            socket_connect_timeout=connect_timeout_s,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
             socket_timeout=timeout_s,
             # After the server's restart a pooled connection is dead: one retry uses a new connection.
             retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
