@@ -90,7 +90,8 @@ class _HypicMixin(Scheduler):
         self._media = MediaReader(model)
         self.adapters = Adapters(self.requests.values, self.hypic.reset)
         self._images: WeakKeyDictionary[Request, list[MultiModalFeatureSpec]] = WeakKeyDictionary()
-        """All images of each composed request; the request itself keeps only the images of its stream."""
+        """All images of each composed request and of its segment requests; the composed request itself keeps
+        only the images of its stream."""
         served = model.served_model_name
         self._instance = RoutedInstance(
             self.hypic, (served,) if isinstance(served, str) else tuple(served), model.max_model_len
@@ -273,6 +274,8 @@ class _HypicMixin(Scheduler):
 
     def _end_unrun(self, request: Request, status: RequestStatus) -> None:
         """Let the request end with ``status`` once its records are resident, without ever being scheduled."""
+        # vLLM does not ask the connector about requests that skip the prefix cache, and would run them.
+        request.skip_reading_prefix_cache = False
         self._ending[request.request_id] = status
         self.hypic.hold(request.request_id)
 
@@ -350,6 +353,8 @@ class _HypicMixin(Scheduler):
             block_hasher=owner._block_hasher,
         )
         self._events.hide(request)
+        if images:  # a context may be computed for a segment request alone
+            self._images[request] = list(images.values())
         return request
 
     def _raise(self, priorities: Mapping[str, int]) -> None:

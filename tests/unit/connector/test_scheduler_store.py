@@ -24,7 +24,8 @@ from vllm_hypic.primitives.keys import Namespace, SegmentKey
 from vllm_hypic.primitives.plan import PromptPlan
 from vllm_hypic.store.protocol import StoreStats, TierStats
 
-from .simulation import IDS, STORE
+from .simulation import IDS, STORE, Clock, Engine, Prompt
+from .vocabulary import PREFIXES
 
 DOCUMENTS = [list(range(start, start + 40)) for start in (100, 200, 300, 400, 500)]
 QUERY = [900, 901]
@@ -456,3 +457,35 @@ def test_what_was_stored_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatc
     for i in range(1, 1000):
         on.retention.stored([key(1), key(i)])
     assert [i for i in range(1000) if on.retention.record_state(key(i)).stored] == [1, *range(901, 1000)]
+
+
+def test_a_request_for_a_prefix_computes_it_where_no_tier_has_it_as_a_checkpoint_of_another() -> None:
+    engine = Engine(Clock("time"), words=PREFIXES)
+    engine.admit(Prompt(0, (0,), plain=True))
+    [longer] = engine.waiting["r1"].plan.segments
+    checkpoint = next(c.key for c in longer.checkpoints if c.stop - longer.head == 24)
+    engine.tiers.add(checkpoint)
+    engine.step()
+    [serial] = engine.worker.moving
+    engine.side.absorb(engine.worker.arrive(serial, found=False))
+    engine.step()
+    [serial] = [s for s, place in engine.worker.moving.items() if place.key == checkpoint]
+    engine.admit(Prompt(0, (2,), plain=True))
+    assert [s.key for s in engine.waiting["r2"].plan.segments] == [checkpoint]
+    engine.step()
+    engine.side.absorb(engine.worker.arrive(serial, found=False))
+    for _ in range(20):
+        engine.work(found=False)
+        engine.check()
+    assert not engine.waiting and not engine.side.awaits_records
+
+
+def test_a_prefix_that_a_waiting_request_computes_is_no_hit_of_that_request() -> None:
+    engine = Engine(Clock("time"), words=PREFIXES, tiered=False)
+    for _ in range(2):
+        engine.admit(Prompt(0, (0,), plain=True))
+    engine.step()
+    assert list(engine.waiting) == ["r2"], "the first request captures what the second waits for"
+    engine.finish("r1", completed=False)
+    engine.step()
+    assert not engine.waiting and engine.side.hits("r2").total() == 0

@@ -101,4 +101,6 @@ class FetchedCheckpoints:
 
     def _give_up(self, checkpoint: Entry) -> None:
         self._directory.release([checkpoint])
-        self._directory.abort(checkpoint)
+        # Another request may wait for the checkpoint, which is also a whole record of its own.
+        if self._directory.abort(checkpoint):
+            self._requests.compute_later(checkpoint)

@@ -135,6 +135,8 @@ class MissingRecords:
             waiting = [c.priority for c in owners] + [f.priority for f in followers]
             if owners:
                 segment = owners[0].segment(entry.key)
+                if segment.is_prefix:
+                    owners[0].fresh.add(entry.key)  # the owner itself computes the prefix
                 started += self._compute(segment, entry, owners[0].request_id, min(waiting), done)
             elif followers:
                 first = followers[0]
