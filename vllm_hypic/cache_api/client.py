@@ -48,6 +48,10 @@ class PinRefused(CacheError):
     """The record cannot be pinned: the segment has no record, or too little of the pool would remain."""
 
 
+class TooManySegments(CacheError):
+    """The tenant has ``max_tenant_segments`` segments: the segment is not compiled."""
+
+
 class NotAuthorized(CacheError):
     """The server refuses the API key."""
 
@@ -67,9 +71,9 @@ class SegmentCache:
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {} if api_key is None else {b"Authorization": f"Bearer {api_key}".encode()}
         if cache_salt is not None:
-            headers["X-Cache-Salt"] = cache_salt
+            headers[b"X-Cache-Salt"] = cache_salt.encode()
         self._http = httpx.Client(base_url=url.rstrip("/") + "/v1/hypic", headers=headers, timeout=timeout_s)
 
     def __enter__(self) -> Self:
@@ -168,7 +172,7 @@ class SegmentCache:
         response = self._http.request(method, path, params=params, json=body)
         if response.is_success:
             return msgspec.json.decode(response.content, type=kind)
-        kinds = {401: NotAuthorized, 404: SegmentNotFound, 409: PinRefused}
+        kinds = {401: NotAuthorized, 404: SegmentNotFound, 409: PinRefused, 507: TooManySegments}
         # A 404 for a call without an id means that the server lacks the route.
         error = (
             CacheError

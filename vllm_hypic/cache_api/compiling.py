@@ -15,10 +15,11 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
+from ..primitives.tokens import ID_FORM
 from .answers import Place
 from .control import Control
 from .expand import CHAT, COMPLETIONS, rewriting
-from .forms import ID_FORM, Seal
+from .forms import Seal
 from .models import CompileRequest
 from .rewriting import carrying
 
@@ -55,6 +56,10 @@ async def compilable(body: CompileRequest, control: Control, request: Request) -
             segment = Compilable(Place.INTERIOR, await renderer.interior(text), text)
     if not segment.tokens:
         raise HTTPException(400, "the segment has no tokens")
+    if control.ids.contains(segment.tokens):
+        raise HTTPException(
+            400, "the chat template writes a primitive into the message: compile the segment from tokens"
+        )
     if len(segment.tokens) > control.max_segment_tokens:
         raise HTTPException(
             400,

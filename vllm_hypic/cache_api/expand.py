@@ -7,15 +7,16 @@ separators, stand in texts or among the parts of a prompt or content; with liter
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..primitives.tokens import MARKER_PARTS, PART_TYPES, Marker, PrimitiveTexts, is_part
+from ..primitives.tokens import ID_FORM, MARKER_PARTS, PART_TYPES, Marker, PrimitiveTexts, is_part
 from .answers import Place
 from .commands import Content
-from .forms import ID_FORM, Seal, id_form
+from .forms import Seal, id_form
 from .rewriting import Rewriting
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -33,6 +34,8 @@ class SegmentId:
 
     value: str
 
+
+_ID = re.compile(r"[^\ud800-\udfff]{1,200}")  # the registry takes no half of a surrogate pair
 
 Piece = str | SegmentId | Marker
 _Change = Callable[[list[Piece], bool], str]
@@ -211,7 +214,9 @@ def _message(message: Any, change: _Change, literal: bool, first: bool) -> Any:
 
 
 def _contents(parts: list[Any], change: _Change, literal: bool, first: bool) -> Iterator[Any]:
-    """Yield the parts, with each run of texts that parts of this API join as one text."""
+    """Yield the parts, with each run of texts that parts of this API join as one text.  A plain string is a
+    part of type text."""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     runs: list[list[Any]] = []
     for before, part in zip([None, *parts], parts, strict=False):
         joins = is_part(part) or is_part(before)
@@ -237,7 +242,7 @@ def _pieces(part: Any, literal: bool) -> list[Piece]:
         if (marker := MARKER_PARTS.get(part["type"])) is not None:
             return [marker]
         segment_id = part.get("id")
-        if not isinstance(segment_id, str) or not 0 < len(segment_id) <= 200:
+        if not isinstance(segment_id, str) or not _ID.fullmatch(segment_id):
             raise MisplacedId(f'part {part!r:.200}: expected the "id" of a compiled segment')
         return [SegmentId(segment_id)]
     text = part if isinstance(part, str) else part["text"]

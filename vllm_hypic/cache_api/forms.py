@@ -22,9 +22,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache
 
-from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
+from ..primitives.tokens import ID_FORM, PrimitiveIds, PrimitiveTexts
 
-ID_FORM = re.compile(r"<\|hypic_segment:([^<>|]{1,200})\|>")
 _TOKENS_FORM = re.compile(r"<\|hypic_tokens:([0-9a-f]{32}):([A-Za-z0-9+/]*)\|>")
 _HINT = "<|hypic_"
 MAX_TOKEN_ID = 2**24 - 1

@@ -247,7 +247,7 @@ class CommandHandler:
                 segment_id=command.id,
             )
         except TooManySegments as e:
-            return Failure(409, str(e))
+            return Failure(507, str(e))
         self._set_ttl(owner, entry.id, command.ttl_s)
         if command.pin:
             if key is None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMError
 
@@ -19,7 +18,7 @@ from .commands import Content, Failure
 from .control import CommandFailed, Control
 from .expand import PATHS, MisplacedId, expand, ids_in, rewriting, shown
 from .forms import Seal
-from .models import error_body
+from .models import check_salt, error_body
 from .rewriting import Rewriting, carrying
 
 # Ids and names of parts are ASCII, which JSON may write as \u escapes.
@@ -88,7 +87,7 @@ async def _refuse(status: int, message: str, scope: Scope, receive: Receive, sen
 def _has_good_salt(request: dict[str, Any]) -> bool:
     """Whether vLLM accepts the request's salt; other requests pass unchanged, and vLLM refuses them."""
     try:
-        validate_cache_salt(request.get("cache_salt"))
+        check_salt(request.get("cache_salt"))
     except VLLMError:
         return False
     return True

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
+from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.exception_handling.utils import sanitize_message
+from vllm.exceptions import VLLMValidationError
 
 from .answers import Role
 from .forms import MAX_TOKEN_ID
@@ -171,8 +173,9 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     says = {
         400: "A value is not allowed; the message names the value.",
         404: "The id is unknown or has expired; the message names the id.",
-        409: "The record cannot be pinned, or the tenant has too many segments.",
+        409: "The record cannot be pinned; the segment exists.",
         501: "The engine is not configured for the route; the message says why.",
+        507: "The tenant has too many segments.",
         503: "The engine or the segment registry cannot answer now.",
     }
     return {status: {"model": ErrorAnswer, "description": says[status]} for status in statuses}
@@ -182,3 +185,11 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     """Return an error's body in vLLM's shape; ``message`` loses the paths of files, as in vLLM's errors."""
     phrase = HTTPStatus(status).phrase
     return {"error": {"message": sanitize_message(message), "type": phrase, "param": None, "code": status}}
+
+
+def check_salt(salt: object) -> None:
+    """Raise ``VLLMValidationError`` for a salt that vLLM refuses, and for half of a surrogate pair, which no
+    message to the engine can hold."""
+    validate_cache_salt(salt)
+    if isinstance(salt, str) and any("\ud800" <= character <= "\udfff" for character in salt):
+        raise VLLMValidationError(f"cache_salt={salt!r} is not valid Unicode text", parameter="cache_salt")

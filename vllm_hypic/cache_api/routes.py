@@ -11,7 +11,6 @@ from fastapi.routing import APIRoute
 from msgspec import UNSET
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
 from vllm.exceptions import VLLMValidationError
 
@@ -29,6 +28,7 @@ from .models import (
     HealthInfo,
     WeightsRequest,
     answer,
+    check_salt,
     encoded,
     error_answers,
     error_body,
@@ -74,10 +74,14 @@ def control_of(request: Request) -> Control:
 def salt_header(
     x_cache_salt: Annotated[
         str | None,
-        Header(description="The tenant, as `cache_salt` in request bodies.", max_length=128),
+        Header(description="The tenant, as `cache_salt` in request bodies, in UTF-8.", max_length=512),
     ] = None,
 ) -> str | None:
-    return x_cache_salt
+    """Return the tenant's salt; clients send a salt with other characters than ASCII in UTF-8 or Latin-1."""
+    try:
+        return None if x_cache_salt is None else x_cache_salt.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        return x_cache_salt
 
 
 ControlOf = Annotated[Control, Depends(control_of)]
@@ -93,7 +97,7 @@ def _salt(header: str | None, body: str | None = None) -> str | None:
         )
     salt = header if body is None else body
     try:
-        validate_cache_salt(salt)
+        check_salt(salt)
     except VLLMValidationError as e:
         raise HTTPException(400, str(e)) from e
     return salt
@@ -108,7 +112,7 @@ def command_failed(request: Request, error: Exception) -> JSONResponse:
 @router.post(
     "/segments",
     dependencies=[Depends(validate_json_request)],
-    responses=answer(Segment) | error_answers(400, 409, 503),
+    responses=answer(Segment) | error_answers(400, 409, 503, 507),
     summary="Compile a segment",
 )
 async def compile_segment(

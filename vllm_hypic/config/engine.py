@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PlainValidator, SkipValidation, StrictBool
+from pydantic import AfterValidator, Field, PlainValidator, SkipValidation, StrictBool, StrictInt
 
 from ..primitives.context import SUFFIX, LearnedContext, context_text, read_learned
-from ..primitives.options import LinkDefaults
+from ..primitives.options import MAX_SEGMENTS, LinkDefaults
 from ..primitives.places import pattern
 from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, parse_link
 from ..primitives.segmenter import SegmentMode
@@ -38,6 +38,9 @@ DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15-96"
 """What ``auto`` is where that was measured to keep answers: docs/benchmarks/answers.md."""
 
 Share = Annotated[Number, Field(ge=0, lt=1), Allowed("a number from 0 to below 1")]
+SegmentCount = Annotated[
+    StrictInt, Field(ge=1, le=MAX_SEGMENTS), Allowed(f"an integer from 1 to {MAX_SEGMENTS}")
+]
 Part = Annotated[Number, Field(gt=0, le=1), Allowed("a number above 0 and at most 1")]
 
 
@@ -103,7 +106,7 @@ class SegmentingConfig(ConfigSection):
     newest_tokens: Natural = 512
     """The user's last message, and each later message, stays in the stream up to this length, so the end of a
     request is exact. A longer message is cut."""
-    max_segments: Positive = 256
+    max_segments: SegmentCount = 256
     """Most segments of one prompt; the rest of the prompt is computed in the stream."""
 
 

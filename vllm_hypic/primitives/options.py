@@ -42,7 +42,8 @@ TIER = "tier:"
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_REMOTE = 4096
-_MAX_SEGMENTS = 4096
+MAX_SEGMENTS = 4096
+"""Most segments of one prompt that a request may name, or a segment mode may find."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,9 @@ def spans_of_request(extra_args: Mapping[str, Any] | None, n_tokens: int) -> Spa
 
 def _spans(given: Any, n_tokens: int) -> Spans:
     whole = isinstance(given, (list, tuple)) and all(type(i) is int for i in given)
-    if not whole or len(given) % 2 or len(given) > 2 * _MAX_SEGMENTS:
+    if not whole or len(given) % 2 or len(given) > 2 * MAX_SEGMENTS:
         raise LinkError(
-            f"{SEGMENTS}: expected a flat list of at most {2 * _MAX_SEGMENTS} token indices, start and stop"
+            f"{SEGMENTS}: expected a flat list of at most {2 * MAX_SEGMENTS} token indices, start and stop"
         )
     spans = tuple(zip(given[::2], given[1::2], strict=True))
     before = 0

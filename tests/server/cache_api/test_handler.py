@@ -99,7 +99,7 @@ def test_an_owner_has_no_more_segments_than_it_may(clock):
     known = compiled(handler, [1], None)
     compiled(handler, [2], None, ttl_s=5.0)
     refused = compiled(handler, [3], None)
-    assert isinstance(refused, Failure) and refused.status == 409
+    assert isinstance(refused, Failure) and refused.status == 507
     assert "this tenant has 2 segments: expected at most 2 (max_tenant_segments)" in refused.message
     assert compiled(handler, [1], None).id == known.id, "it is there already"
     assert isinstance(compiled(handler, [3], None, salt="you"), Segment), "everybody has as many"

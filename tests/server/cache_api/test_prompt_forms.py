@@ -123,6 +123,10 @@ def test_an_id_stands_for_its_segment_with_separators(prompt, expected):
     assert body["prompt"] == prompt, "the caller's is left as it was"
 
 
+def test_half_a_surrogate_pair_is_in_no_id():
+    assert ids_in(COMPLETIONS, {"prompt": id_form("a\ud800")}) is None
+
+
 def test_ids_in_prompts_messages_and_their_parts():
     body = {"prompt": [f"x{A}y", f"x{B}{A}y", [1, 2]]}
     assert ids_in(COMPLETIONS, body) == ["a", "b"]
@@ -233,6 +237,16 @@ def test_parts_of_a_content_join_the_texts_beside_them_and_no_others(literal):
         assert changed == [{"role": "tool", "content": written}, *messages[1:]]
 
 
+def test_strings_of_a_content_are_texts(literal):
+    def said(*content: object) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": list(content)}]}
+
+    sep = (SEALED if literal else TEXTS).sep
+    assert expanded(CHAT, said("a", SEP_PART, "b"), literal) == said(text(f"a{sep}b"))
+    assert ids_in(CHAT, said(f"x{A}")) == ["a"] and ids_in(CHAT, said("x")) is None
+    assert expand(CHAT, said(f"x{A}"), CONTENTS, TEXTS, SEAL) == said(text(f"x{SEP}text a{SEP}"))
+
+
 @given(
     st.lists(st.sampled_from([id_form("a"), TEXTS.sep, "<|hypic_", "x"]) | st.text(max_size=3)).map("".join)
 )
@@ -258,6 +272,7 @@ def test_ids_of_parts_are_looked_up_and_those_of_literal_texts_are_not():
         ({"prompt": [SEP_PART, IMAGE]}, "prompt[1]={'type': 'image_url'"),
         ({"prompt": [{"type": "hypic_segment"}]}, 'expected the "id" of a compiled segment'),
         ({"prompt": [{"type": "hypic_segment", "id": 7}]}, "'id': 7}: expected the \"id\""),
+        ({"prompt": [{"type": "hypic_segment", "id": "a\ud800"}]}, 'expected the "id" of a compiled segment'),
         ({"prompt": [text("x"), LEAD_PART]}, "segment 'lead' is a leading segment"),
     ],
 )

@@ -103,6 +103,33 @@ class TestServer:
         several = choices(post(server, {"prompt": [prompt, "w1 w2", prompt], "n": 2, "temperature": 0.001}))
         assert [several[i] for i in (0, 1, 4, 5)] == [once] * 4
 
+    def test_a_salt_beyond_ascii_names_one_tenant(self, server):
+        salt, text = "k\u00f6ln \u2603", words("salt")
+        by_body = send(server, "/v1/hypic/segments", {"text": text, "cache_salt": salt}).json()
+        with tenant(server, salt) as mine:
+            assert [segment.id for segment in mine.list()] == [by_body["id"]]
+            prompt = mine.get(by_body["id"]).form + "w1"
+        assert usage(post(server, {"prompt": prompt, "cache_salt": salt}))[1] == REUSED
+        assert post(server, {"prompt": prompt, "cache_salt": "koeln"}).status_code == 404
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {"prompt": "<|hypic_segment:\ud800|>w1"},
+            {"prompt": [{"type": "hypic_segment", "id": "\ud800"}, {"type": "text", "text": "w1"}]},
+            {"prompt": "<|hypic_segment:abc|>w1", "cache_salt": "\ud800"},
+        ],
+    )
+    def test_half_a_surrogate_pair_is_refused(self, server, body):
+        for path in ("/v1/completions", "/v1/hypic/explain"):
+            answer = httpx.post(
+                server.url + path,
+                content=json.dumps(body),  # as \ud800, which httpx itself would refuse
+                headers={"Content-Type": "application/json"},
+                timeout=120,
+            )
+            assert answer.status_code == 400, answer.text
+
     @pytest.mark.parametrize("stream", [True, False])
     def test_a_client_that_leaves_is_noticed(self, server, cache, stream):
         segment = cache.compile(words("leaves"))

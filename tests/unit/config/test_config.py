@@ -78,6 +78,7 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
         ({"seam_tokens": "8"}, "seam_tokens='8'"),
         ({"min_segment_tokens": 0}, "min_segment_tokens=0: expected an integer >= 1"),
         ({"page_tokens": 0}, "page_tokens=0: expected an integer >= 1"),
+        ({"segment": {"max_segments": 4097}}, "max_segments=4097: expected an integer from 1 to 4096"),
         ({"page_tokens": 64.0}, "page_tokens=64.0: expected an integer >= 1"),
         ({"page_tokens": True}, "page_tokens=True: expected an integer >= 1"),
         ({"expected_segment_tokens": -1}, "expected_segment_tokens=-1: expected an integer >= 1"),
