@@ -23,6 +23,7 @@ from ..patches import (
     engine_parent,
     engine_stop,
 )
+from ..patches.backend_name import BACKEND
 from ..pool.families import NOT_SERVED, family_in
 
 if TYPE_CHECKING:
@@ -170,10 +171,19 @@ def _backend_is_hypic(args: EngineArgs) -> bool:
     backend: Any = args.attention_backend
     if backend is None and args.attention_config is not None:
         backend = args.attention_config.backend
-    if isinstance(backend, str):
-        return backend.upper() == "HYPIC"
-    # HYPIC is an alias of CUSTOM, which the enum cannot tell apart; registration gives CUSTOM to the plugin.
-    return backend is AttentionBackendEnum.CUSTOM
+    # HYPIC is an alias of CUSTOM, which the enum cannot tell apart; another plugin may have taken CUSTOM.
+    custom = AttentionBackendEnum.CUSTOM
+    ours = (path := custom.get_path() if custom.is_overridden() else BACKEND) == BACKEND
+    if not isinstance(backend, str):
+        return ours and backend is custom
+    if backend.upper() != "HYPIC":
+        return False
+    if not ours:
+        raise ConfigError(
+            f"--attention-backend hypic: another plugin has registered {path} as vLLM's custom backend: "
+            "leave that plugin out of VLLM_PLUGINS"
+        )
+    return True
 
 
 def _config(args: EngineArgs) -> HypicConfig:

@@ -3,19 +3,19 @@
 Target: ``vllm.v1.attention.backends.registry.AttentionBackendEnum``.
 Why: ``register_backend("HYPIC", ...)`` adds a member that does not survive pickling to the engine
 process; the built-in ``CUSTOM`` does.  The patch therefore registers the plugin's class for ``CUSTOM``, and
-makes ``HYPIC`` an alias of ``CUSTOM``.
+makes ``HYPIC`` an alias of ``CUSTOM``.  A class that another plugin has registered for ``CUSTOM`` stays.
 Until: vLLM pickles dynamically registered backends by name.
 """
 
 from __future__ import annotations
+
+BACKEND = "vllm_hypic.backends.attention.backend.HypicAttentionBackend"
 
 
 def apply() -> None:
     """Apply the patch; repeated calls change nothing."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if "HYPIC" not in AttentionBackendEnum.__members__:
-        register_backend(
-            AttentionBackendEnum.CUSTOM, "vllm_hypic.backends.attention.backend.HypicAttentionBackend"
-        )
-        AttentionBackendEnum._member_map_["HYPIC"] = AttentionBackendEnum.CUSTOM
+    if not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    AttentionBackendEnum._member_map_.setdefault("HYPIC", AttentionBackendEnum.CUSTOM)

@@ -8,6 +8,7 @@ import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from benchmarks.lib.serving import Server, ServerError
 from vllm_hypic import register
@@ -18,6 +19,7 @@ from vllm_hypic.engine.activation import CONNECTOR, CPU_WORKER, SCHEDULER, choos
 from vllm_hypic.engine.drafter import ComposingDrafter
 from vllm_hypic.errors import ConfigError
 from vllm_hypic.harness.generators import EXAMPLE
+from vllm_hypic.patches import backend_name
 
 from .conftest import ENV
 
@@ -79,6 +81,21 @@ def test_the_name_of_the_backend_switches_everything_on():
     args = arguments(attention_backend=None)
     assert not choose(args)
     assert args.scheduler_cls is None and args.worker_cls == "auto" and args.kv_transfer_config is None
+
+
+def test_a_custom_backend_of_another_plugin_stays_its_own():
+    custom, theirs = AttentionBackendEnum.CUSTOM, "another.plugin.Backend"
+    try:
+        register_backend(custom, theirs)
+        backend_name.apply()
+        assert custom.get_path() == theirs
+        assert not choose(arguments(attention_backend=custom))
+        with pytest.raises(ConfigError, match=f"another plugin has registered {theirs}"):
+            choose(arguments())
+    finally:
+        custom.clear_override()
+        backend_name.apply()
+    assert custom.get_path() == backend_name.BACKEND and choose(arguments(attention_backend=custom))
 
 
 def test_an_explicit_connector_config_wins():
