@@ -323,7 +323,12 @@ async def test_hostile_publishers_are_ignored(at):
                 *([good], [good, good]),  # a snapshot on everybody's topic
             ]
             one = [
-                *(good[:-1], good + b"\x00", wire.encode(wire.Heartbeat("boot", 1, 0, 0))),
+                *(
+                    good[:-1],
+                    good + b"\x00",
+                    good.replace(b"boot", b"b\xffot"),
+                    wire.encode(wire.Heartbeat("boot", 1, 0, 0)),
+                ),
                 *(snapshot(1, 1, [""]), snapshot(1, 1, ["x" * 1000]), snapshot(1, 1, keys(*range(5000)))),
                 *(snapshot(1, 0, []), snapshot(-1, 1, []), snapshot(1, 1 << 40, [])),
                 *(wire.encode((7, "boot", 1)), wire.encode({"boot": "boot"})),

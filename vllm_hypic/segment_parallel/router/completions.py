@@ -33,6 +33,7 @@ from .upstream import (
     count_failure,
     open_answer,
     request_headers,
+    while_alive,
 )
 
 log = logging.getLogger(__name__)
@@ -130,8 +131,10 @@ class Completions:
         asked = tokenize_request(request.path, request.body)
         for instance in described[:_TOKENIZERS]:
             try:
-                ids = await tokens_of(self._http, instance, asked, request.origin)
-            except NoAnswer as e:
+                ids = await while_alive(instance, tokens_of(self._http, instance, asked, request.origin))
+            except (NoAnswer, UpstreamFailed) as e:
+                if isinstance(e, UpstreamFailed):
+                    instance.fail(str(e))
                 self._metrics.failures.labels("tokenize", instance.url).inc()
                 log.warning("request %s: %s did not tokenise the prompt: %s", request.id, instance.url, e)
                 continue
@@ -197,12 +200,9 @@ class Completions:
             body = msgspec.json.encode(self._composed(request.body, combine, transfers))
             tokens = planned.stream_tokens + sum(a.tokens for a in decision.local)
             answer = await self._open(request, combine, replace(request.ask, body=body), tokens)
-        except asyncio.CancelledError:
-            if unwanted := self._transfers.release(transfers):
-                self._later(self._notifier.withdraw_unwanted(combine, unwanted, plans.traffic))
-            raise
         except BaseException:
-            self._transfers.release(transfers)
+            if unwanted := self._transfers.release(transfers):
+                self._later(self._notifier.withdraw_unwanted(combine, unwanted, self._transfers.brings))
             raise
         finally:
             remind.cancel()

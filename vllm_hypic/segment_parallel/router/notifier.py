@@ -14,7 +14,6 @@ from ...config.router import RecordRoute
 from ...config.segment_parallel import Address
 from ...store.protocol import object_name
 from ..notifier import tell_stored, withdraw
-from .assign import Traffic
 from .instances import Instance
 from .metrics import RouterMetrics
 
@@ -68,15 +67,19 @@ class ReceiverNotifier:
                 await self.withdraw(combine, lost)
 
     async def withdraw_unwanted(
-        self, combine: Instance, unwanted: Sequence[InFlightTransfer], traffic: Traffic
+        self,
+        combine: Instance,
+        unwanted: Sequence[InFlightTransfer],
+        brings: Callable[[str, Instance], bool],
     ) -> None:
         """Withdraw, after ``_LEFT_S``, records that the last client of this router no longer wants.
+        ``brings``: whether a transfer of any client brings a record to a combine node.
 
         Requests of other routers may wait for these records at ``combine``.  During the delay the combine
         node notices that the client left, and therefore computes nothing for it.
         """
         await asyncio.sleep(_LEFT_S)
-        if keys := [t.key for t in unwanted if not traffic.coming(t.key, combine)]:
+        if keys := [t.key for t in unwanted if not brings(t.key, combine)]:
             await self.withdraw(combine, keys)
 
     async def _tell(

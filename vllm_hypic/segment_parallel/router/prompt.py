@@ -173,7 +173,7 @@ def _texts(value: object) -> Iterator[str]:
             stack += found
 
 
-_TIMEOUT_S = 30.0
+_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 
 
 class NoAnswer(Exception):
@@ -221,9 +221,9 @@ async def _post(
             url,
             content=msgspec.json.encode(asked),
             headers=[*headers, (b"content-type", b"application/json")],
-            timeout=_TIMEOUT_S,
+            timeout=_TIMEOUT,
         )
-    except httpx.TransportError as e:
+    except httpx.RequestError as e:
         raise NoAnswer(f"{type(e).__name__}: {e}") from e
     if answer.status_code >= 500:
         raise NoAnswer(f"status {answer.status_code}: {answer.text[:300]}")

@@ -101,6 +101,8 @@ class InFlightTransfer:
     trying: RecordRoute | None = None
     """The route that the newest request to a worker asks for."""
     delivered_by: Instance | None = None
+    attempts: list[_Attempt] = field(default_factory=list)
+    """Attempts that have not failed, the newest last."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -190,6 +192,10 @@ class InFlightTransfers:
                 unwanted.append(transfer)
         return unwanted
 
+    def brings(self, key: str, combine: Instance) -> bool:
+        """Whether a transfer of any client brings the record to ``combine``."""
+        return any(t.key == key and t.combine is combine for t in self._transfers.values())
+
     async def watch(self) -> None:
         """Note the times at which events report records at workers and combine nodes, until cancelled."""
         while True:
@@ -219,8 +225,8 @@ class InFlightTransfers:
         transfer = InFlightTransfer(name, task.ask, combine, task.source, planned, origin, label)
         self._transfers[name] = transfer
         # The attempt begins now, before the transfer's task runs, so that the next request sees the load.
-        first = self._attempt(transfer, task.worker, task.cost)
-        transfer.task = asyncio.create_task(self._bring(transfer, first))
+        transfer.attempts.append(self._attempt(transfer, task.worker, task.cost))
+        transfer.task = asyncio.create_task(self._bring(transfer))
         transfer.task.add_done_callback(lambda _: self._ended(transfer))
         return transfer
 
@@ -230,30 +236,28 @@ class InFlightTransfers:
 
     def _ended(self, transfer: InFlightTransfer) -> None:
         self._forget(transfer)
+        for attempt in transfer.attempts:
+            assert attempt.task is not None
+            attempt.task.cancel()
         transfer.over_at = time.monotonic() if transfer.over_at is None else transfer.over_at
         transfer.over.set()
         task = transfer.task
         if task is not None and not task.cancelled() and (error := task.exception()):
             log.error("segment %s: internal error of the router", transfer.key[:12], exc_info=error)
 
-    async def _bring(self, transfer: InFlightTransfer, first: _Attempt) -> None:
+    async def _bring(self, transfer: InFlightTransfer) -> None:
         """Ask workers in turn until the record is delivered; give the transfer up when none is left."""
-        attempts = [first]
-        try:
-            while (fault := await self._wait(transfer, attempts)) is not None:
-                worker = self._another(transfer)
-                if worker is not None:
-                    self._metrics.segments.labels("redispatched").inc()
-                    self._warn(transfer, "is now requested from %s", worker.url)
-                    cost = 0 if worker.holds(transfer.key) else transfer.ask.tokens
-                    attempts.append(self._attempt(transfer, worker, cost))
-                elif not attempts or fault is _Fault.LATE:
-                    await self._give_up(transfer)
-                    return
-        finally:
-            for attempt in attempts:
-                assert attempt.task is not None
-                attempt.task.cancel()
+        attempts = transfer.attempts
+        while (fault := await self._wait(transfer, attempts)) is not None:
+            worker = self._another(transfer)
+            if worker is not None:
+                self._metrics.segments.labels("redispatched").inc()
+                self._warn(transfer, "is now requested from %s", worker.url)
+                cost = 0 if worker.holds(transfer.key) else transfer.ask.tokens
+                attempts.append(self._attempt(transfer, worker, cost))
+            elif not attempts or fault is _Fault.LATE:
+                await self._give_up(transfer)
+                return
 
     async def _wait(self, transfer: InFlightTransfer, attempts: list[_Attempt]) -> _Fault | None:
         """Wait until the record is delivered (``None``), an attempt fails, or the newest attempt is late."""

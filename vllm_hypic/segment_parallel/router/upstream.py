@@ -76,7 +76,7 @@ class UpstreamAnswer:
         """Yield the body as it arrives.  Raises :class:`UpstreamFailed` when the answer breaks off."""
         yield self.first
         while self._rest is not None:
-            chunk = await _while_alive(self.instance, _next(self._rest))
+            chunk = await while_alive(self.instance, _next(self._rest))
             if not chunk:
                 return
             yield chunk
@@ -114,7 +114,7 @@ async def open_answer(http: httpx.AsyncClient, instance: Instance, ask: Upstream
         content=ask.body,
         extensions={"timeout": _UNBOUNDED},
     )
-    return await _while_alive(instance, _first_byte(http, instance, request))
+    return await while_alive(instance, _first_byte(http, instance, request))
 
 
 def _target(base: str, target: bytes) -> httpx.URL:
@@ -172,7 +172,7 @@ async def _drained(chunks: AsyncIterator[bytes]) -> bytes:
     return found
 
 
-async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
+async def while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``waited``; raise :class:`UpstreamFailed` when the connection breaks off, or the
     instance's events are silent too long."""
     task = asyncio.create_task(waited)
@@ -186,7 +186,7 @@ async def _while_alive(instance: Instance, waited: Coroutine[Any, Any, T]) -> T:
     finally:
         if not task.done():
             task.cancel()
-            with suppress(asyncio.CancelledError, UpstreamFailed, httpx.TransportError):
+            with suppress(asyncio.CancelledError, Exception):  # the silence is the fault to report
                 await task
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
-import zmq
 
 from ...config.router import RouterConfig
 from ..description import Description
@@ -55,12 +54,16 @@ class Watcher:
 
     async def run(self) -> None:
         """Watch the instance until cancelled."""
+        due = True
         try:
-            await self._describe()
             while True:
+                if due:
+                    try:
+                        await self._describe()
+                    except Exception:  # a fault of one instance must not end its watch
+                        log.exception("%s: the router cannot read the instance's state", self._instance.url)
                 await asyncio.sleep(_TICK_S)
-                if self._due():
-                    await self._describe()
+                due = self._due()
         finally:
             await self._unsubscribe()
 
@@ -82,7 +85,7 @@ class Watcher:
             answer = await self._http.get(
                 instance.url + DESCRIBE, headers=list(self._headers), timeout=_TIMEOUT_S
             )
-        except httpx.TransportError as e:
+        except httpx.RequestError as e:
             self._lost(f"{type(e).__name__}: {e}")
             return
         instance.described_boot = boot
@@ -151,7 +154,7 @@ class Watcher:
                 await self._subscribed
             except asyncio.CancelledError:
                 pass
-            except zmq.ZMQError as e:  # for example no file descriptors left
-                log.error("the connection for events of %s failed: %s", self._instance.url, e)
+            except Exception as e:  # for example no file descriptors left
+                log.error("the connection for events of %s failed: %r", self._instance.url, e)
         self._subscription = self._subscribed = None
         self._instance.view = InstanceView()

@@ -111,6 +111,7 @@ class Behaviour:
     die_after: int | None = None
     """Chunks after which the whole process dies."""
     tokenize_status: int | None = None
+    tokenize_hangs: bool = False
     describe_status: int | None = None
 
 
@@ -268,6 +269,8 @@ class FakeInstance:
         if seen.path == "/v1/hypic/describe":
             return Response(msgspec.json.encode(self.describe()), media_type="application/json")
         if seen.path == "/tokenize":
+            while b.tokenize_hangs:
+                await asyncio.sleep(0.005)
             return JSONResponse({"tokens": ids_of(seen.json), "count": 0, "max_model_len": 0})
         if seen.path == "/detokenize":
             return JSONResponse({"prompt": "<|hypic_sep|>" if seen.json["tokens"] == [SEP] else ""})

@@ -129,6 +129,16 @@ def test_a_straggler_is_helped_out(site: Site, monkeypatch: pytest.MonkeyPatch) 
     assert answers(router, cold([100, 100])) and len(slow.segment_requests) == before
 
 
+def test_an_instance_that_falls_silent_while_it_tokenises(site: Site) -> None:
+    router, _, [silent, other] = site.start(1, 2, silence_s=2.0)
+    router.load(other, 100_000)  # the other instance is asked second
+    behave([silent], tokenize_hangs=True)
+    answer = router.completing(cold())
+    until(lambda: any(seen.path == "/tokenize" for seen in silent.seen), "it is asked")
+    silent.publisher.close()
+    assert answer.result(20).status_code == 200 and len(other.composed) == 1
+
+
 def test_a_segment_that_another_router_has_computed_is_not_computed_again(site: Site) -> None:
     workers, combines = [site.fake(), site.fake()], [site.fake(), site.fake()]
     one, other = [site.router(workers, [c]) for c in combines]
@@ -300,6 +310,23 @@ def test_a_client_that_leaves_does_not_disturb_those_who_share(site: Site) -> No
     behave(workers, segments_hang=False)
     assert answer.result(20).status_code == 200
     assert len(workers[0].segment_requests + workers[1].segment_requests) == 8 and combine.computed == []
+
+
+def test_a_client_that_leaves_does_not_disturb_clients_with_another_key(site: Site) -> None:
+    router, workers, [combine] = site.start(fakes={"deadline_s": 300.0})
+    behave(workers, segments_hang=True)
+    behave([combine], hold=True)  # so that it tells of no record that it awaits
+    prompt = cold()
+    client = router.client(prompt=prompt)
+    until(lambda: router.health()["in_flight_transfers"] == 8, "the first client has transfers")
+    answer = router.completing(prompt, headers={"Authorization": "Bearer other"})
+    until(lambda: router.health()["in_flight_transfers"] == 16, "the second client has transfers of its own")
+    client.close()
+    until(lambda: router.health()["in_flight_transfers"] == 8, "the first client has left")
+    time.sleep(2.0)  # the router withdraws unwanted records after a second
+    behave([combine], hold=False)
+    behave(workers, segments_hang=False)
+    assert answer.result(20).status_code == 200 and combine.computed == []
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream(site: Site) -> None:
