@@ -134,4 +134,4 @@ clean:
 	find vllm_hypic benchmarks tests tools examples -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) vllm_hypic/_C*.so

@@ -21,8 +21,8 @@ from ..harness.settings import HypicOptions, JsonObject, model_folder
 if TYPE_CHECKING:
     from .findings import Findings
 
-OURS = ("model", "attention_backend", "additional_config")
-"""Arguments of vLLM that the command sets itself."""
+OURS = ("model", "attention_backend", "additional_config", "tensor_parallel_size", "data_parallel_size")
+"""Arguments of vLLM that the command sets itself: it builds one rank."""
 REFUSED, UNKNOWN = 1, 3
 """Exit codes for a model that the plugin refuses, and for a model that vLLM itself cannot build here."""
 

@@ -139,7 +139,7 @@ def _line(error: Exception) -> str:
 def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCacheSpec | None]]:
     """Return the layers by name, with cache specs; the spec of a layer that reads another's is ``None``."""
     HypicWorker._register_layers()
-    with set_current_vllm_config(vllm_config), _one_rank(vllm_config):
+    with set_current_vllm_config(vllm_config), _one_rank():
         with _NoWeights(), set_default_torch_dtype(vllm_config.model_config.dtype):
             initialize_model(vllm_config=vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
@@ -150,13 +150,12 @@ def _layers(vllm_config: VllmConfig) -> dict[str, tuple[AttentionLayerBase, KVCa
 
 
 @contextmanager
-def _one_rank(vllm_config: VllmConfig) -> Iterator[None]:
+def _one_rank() -> Iterator[None]:
     """Make vLLM's groups of ranks inside the ``with`` block, as layers ask for the groups' sizes."""
-    parallel = vllm_config.parallel_config
     with tempfile.TemporaryDirectory() as folder:
         init_distributed_environment(1, 0, f"file://{folder}/ranks", 0, "gloo")
         try:
-            ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
+            ensure_model_parallel_initialized(1, 1)
             yield
         finally:
             destroy_model_parallel()

@@ -74,9 +74,9 @@ def model_context(model: Path) -> int | None:
     try:
         config = json.loads(path.read_text())
     except OSError as e:
-        raise click.UsageError(f"--model {model}: expected a model's folder, with a config.json") from e
+        raise click.UsageError(f"{model}: expected a model's folder, with a config.json") from e
     except ValueError as e:
-        raise click.UsageError(f"--model {model}: its config.json is not JSON: {e}") from e
+        raise click.UsageError(f"{model}: its config.json is not JSON: {e}") from e
     for part in (config, config.get("text_config", {})):
         if isinstance(part, dict) and isinstance(found := part.get("max_position_embeddings"), int):
             return found

@@ -105,6 +105,8 @@ class FrontEnd:
         """
         if has_non_text_content(body.get("messages")) or body.get("prompt_embeds") is not None:
             return
+        if _has_parts(body.get("prompt")):
+            return
         try:
             inputs, params = self._runner.run(self._render(body))
         except ValidationError as e:
@@ -135,3 +137,8 @@ class FrontEnd:
         for engine_input in inputs:
             self._renderer.validate_token_ids(engine_input["prompt_token_ids"])
         return inputs, request.to_sampling_params(1, self._defaults)
+
+
+def _has_parts(prompt: Any) -> bool:
+    """Whether a completion's prompt, or a prompt of its batch, is a list of parts."""
+    return isinstance(prompt, list) and any(isinstance(item, dict) or _has_parts(item) for item in prompt)

@@ -85,6 +85,8 @@ def tune(
 
     if output.suffix != SUFFIX:
         raise click.UsageError(f"--output {output}: expected a name that ends in {SUFFIX}")
+    if not (folder := output.absolute().parent).is_dir():
+        raise click.UsageError(f"--output {output}: the folder {folder} does not exist")
     if threads is not None:
         torch.set_num_threads(threads)
     to = report.console()

@@ -54,6 +54,20 @@ class Dense:
             )
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._turns = parameters["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+        if (layer := self._first_layer_not_moved()) is not None:
+            raise ValueError(
+                f"{folder}: layer {layer} does not rotate its keys as Llama does: expected Llama's RoPE in "
+                "every layer"
+            )
+
+    @torch.no_grad()
+    def _first_layer_not_moved(self, by: int = 64) -> int | None:
+        """Return the first layer whose keys at later positions are not those that :meth:`moved` gives."""
+        ids, positions = torch.arange(1, 5)[None], torch.arange(4)
+        found = self.run(ids, positions + by)[1].keys.float()
+        wrong = (self.moved(self.run(ids, positions)[1], by).keys.float() - found).flatten(1).norm(dim=1)
+        bad = (wrong > 0.1 * found.flatten(1).norm(dim=1)).nonzero()
+        return int(bad[0]) if len(bad) else None
 
     def run(
         self,

@@ -60,6 +60,8 @@ class Training:
         self.untrained = self.measure(start)
         """Results of the untrained context."""
         self.best, self.learned = self.untrained, start
+        self._checked = 0
+        """The step of the last check."""
 
     @property
     def done(self) -> bool:
@@ -86,7 +88,13 @@ class Training:
             self._look()
         return loss.item()
 
+    def finish(self) -> None:
+        """Check the held-out prompts if steps came since the last check."""
+        if self._step > self._checked:
+            self._look()
+
     def _look(self) -> None:
+        self._checked = self._step
         context = self._context()
         found = self.measure(context)
         better = mean_kl(found) < mean_kl(self.best)
@@ -150,6 +158,7 @@ class Training:
             "rng": self._rng.getstate(),
             "step": self._step,
             "worse": self._worse,
+            "checked": self._checked,
             "best": {name: (m.kl, m.nll) for name, m in self.best.items()},
             "learned": (self.learned.keys, self.learned.values),
         }
@@ -169,6 +178,7 @@ class Training:
         self._optimiser.load_state_dict(state["optimiser"])
         self._rng.setstate(state["rng"])
         self._step, self._worse = state["step"], state["worse"]
+        self._checked = state["checked"]
         self.best = {name: Measured(*values) for name, values in state["best"].items()}
         keys, values = state["learned"]
         self.learned = Columns(keys, values, self._positions)
@@ -186,6 +196,9 @@ def train(
         if time.monotonic() - saved > 60:
             save()
             saved = time.monotonic()
+    if not training.done:  # the time is over
+        save()
+        training.finish()
 
 
 def divergence(full: Tensor, ours: Tensor) -> Tensor:

@@ -228,6 +228,8 @@ def test_what_is_refused_is_told_by_layer(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 3 and "not checked: vLLM cannot configure the model" in done.stderr
     assert run(tmp_path / "nowhere").returncode == 2
+    refused = run(tmp_path, "--engine-args", '{"tensor_parallel_size": 2}')
+    assert refused.returncode == 2 and "the command sets 'tensor_parallel_size' itself" in refused.stderr
 
 
 def rows() -> dict[str, str]:

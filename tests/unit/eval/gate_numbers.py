@@ -30,8 +30,19 @@ def numbers(**changed: Any) -> Numbers:
 def model(*, dense: bool = False) -> Any:
     """What the gate reads of a model's configuration."""
     return SimpleNamespace(
-        model="/models/mine", is_hybrid=not dense, is_attention_free=False, tokenizer_mode=TOKENIZER_MODE
+        model="/models/mine",
+        revision=None,
+        trust_remote_code=False,
+        is_hybrid=not dense,
+        is_attention_free=False,
+        tokenizer_mode=TOKENIZER_MODE,
     )
+
+
+def engine_config(*, dense: bool = False, **more: Any) -> Any:
+    """What the gate reads of an engine's configuration."""
+    load = SimpleNamespace(load_format="auto")
+    return SimpleNamespace(model_config=model(dense=dense), load_config=load, **more)
 
 
 def subject(config: HypicConfig | None = None, **changed: Any) -> Subject:
@@ -42,7 +53,7 @@ def subject(config: HypicConfig | None = None, **changed: Any) -> Subject:
         rope="null",
         overrides="{}",
         kv_dtype="bfloat16",
-        state_dtype="float32",
+        state_dtype="auto",
         record_dtypes="T float16, S float32",
         plugin="0.1.0",
         vllm="0.32.0",

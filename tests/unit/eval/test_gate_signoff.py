@@ -19,7 +19,7 @@ from vllm_hypic.eval.gate.identity import NEUTRAL, Subject, telling
 from vllm_hypic.eval.gate.signoff import FOLDER, SignOff, SignOffError, default_folder, path_in, read, write
 from vllm_hypic.eval.gate.startup import cheapest, command, find, look
 
-from .gate_numbers import answers, model, numbers, subject
+from .gate_numbers import answers, engine_config, model, numbers, subject
 
 
 def signed(of: Subject, *, lost: int = 0, right: int = 92, **changed: Any) -> SignOff:
@@ -161,7 +161,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> T
         config = HypicConfig.from_mapping({**options, "gate": gate}).for_model(model())
         parallel = SimpleNamespace(_api_process_count=processes[0], _api_process_rank=processes[1])
         caplog.clear()
-        look(SimpleNamespace(parallel_config=parallel, model_config=model()), config)  # type: ignore[arg-type]
+        look(engine_config(parallel_config=parallel), config)
         return [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
 
     monkeypatch.setattr(startup, "subject_of", lambda vllm_config, config: subject(config))
@@ -185,7 +185,7 @@ def test_a_go_is_told_and_lets_start(told: Told, tmp_path: Path) -> None:
 def test_a_server_takes_the_cheapest_that_is_a_go(told: Told, tmp_path: Path) -> None:
     options: dict[str, Any] = {"seam_tokens": 4, "gate": {"choose": True, "folder": str(tmp_path)}}
     config = HypicConfig.from_mapping({**options, "islands": "query-50"})
-    vllm_config: Any = SimpleNamespace(model_config=model())
+    vllm_config = engine_config()
     with pytest.raises(ConfigError, match=r"no context and islands are signed off as a go; run: .* --choose"):
         cheapest(vllm_config, config)
     for islands, lost in {"none": 14, "query-10": 0, "query-20": 0}.items():
@@ -232,11 +232,16 @@ def test_who_does_not_look(told: Told, tmp_path: Path) -> None:
 def test_the_command_line_names_what_differs() -> None:
     options = {"link": "epic-0", "seam_tokens": 4, "dummy_token": 7, "page_tokens": 32}
     config = HypicConfig.from_mapping(options)
-    one = subject(config, quantization="awq", kv_dtype="fp8", overrides='{"a": 1}')
-    assert command(model(), one, config.for_model(model())) == (
+    one = subject(config, quantization="awq", kv_dtype="fp8", overrides='{"a": 1}', state_dtype="float32")
+    engine = engine_config()
+    engine.load_config.load_format = "safetensors"
+    engine.model_config.revision, engine.model_config.trust_remote_code = "main", True
+    assert command(engine, one, config.for_model(model())) == (
         "vllm-hypic gate /models/mine --dtype bfloat16 "
         '--hypic \'{"link": "epic-0", "dummy_token": 7}\' '
-        '--engine-args \'{"quantization": "awq", "kv_cache_dtype": "fp8", "hf_overrides": {"a": 1}}\''
+        '--engine-args \'{"quantization": "awq", "kv_cache_dtype": "fp8", "hf_overrides": {"a": 1}, '
+        '"mamba_ssm_cache_dtype": "float32", "load_format": "safetensors", "revision": "main", '
+        '"trust_remote_code": true}\''
     )
 
 
@@ -253,5 +258,5 @@ def test_the_command_line_names_what_differs() -> None:
 )
 def test_the_command_line_names_what_is_no_default(dense: bool, options: dict[str, Any], named: str) -> None:
     config = HypicConfig(**options).for_model(model(dense=dense))
-    line = command(model(dense=dense), replace(subject(), options=telling(config)), config)
+    line = command(engine_config(dense=dense), replace(subject(), options=telling(config)), config)
     assert line == f"vllm-hypic gate /models/mine --dtype bfloat16{named and f' --hypic {named!r}'}"

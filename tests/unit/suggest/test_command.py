@@ -163,6 +163,9 @@ def test_what_has_no_segments_is_not_cut_and_images_are_left_out(run: Callable[.
     image = user([{"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}}])
     assert run([user("Why?"), image], "--json")["requests_left_out"] == 1
     assert "no prompts of text alone; 1 requests left out" in run([image])
+    parts = [{"type": "text", "text": "fox"}, {"type": "hypic_sep"}]
+    for prompt in (parts, [parts, "fox"]):
+        assert run([{"prompt": "fox"}, {"prompt": prompt}], "--json")["requests_left_out"] == 1
     assert "no prompts" in run("\n\n")
 
 

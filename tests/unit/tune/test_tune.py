@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from lib.oracle.models import random_segments, save_attention_model
+from lib.oracle.models import SIZES, random_segments, save_attention_model
 from transformers import AutoTokenizer
 
+from benchmarks.lib.random_models import save_text_model
 from vllm_hypic.cli import main
 from vllm_hypic.fingerprint import weights_digest
 from vllm_hypic.primitives.context import read_learned
 from vllm_hypic.tune.dense import Columns, Dense
 from vllm_hypic.tune.prompts import PIECE_TOKENS, QUERY_TOKENS, Documents, held_out_prompts, read_documents
-from vllm_hypic.tune.training import Schedule, Training, mean_kl
+from vllm_hypic.tune.training import Measured, Schedule, Training, mean_kl, train
 
 CLOSE = 1e-4
 Texts = tuple[Documents, Documents]
@@ -117,6 +118,26 @@ def test_goes_on_where_it_was(model: Dense, texts: tuple[Documents, Documents], 
     assert torch.equal(again.learned.keys, whole.learned.keys)
 
 
+def test_steps_before_the_end_of_the_time_are_judged(
+    model: Dense, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, saved = training_of(model, texts, 1000, rate=0.02), list[int]()
+    monkeypatch.setattr(training, "measure", lambda context: {"mixed": Measured(0.0, 0.0)})
+    assert mean_kl(training.best) > 0
+    training.advance()
+    train(training, seconds=0, save=lambda: saved.append(training.step), told=lambda loss: None)
+    assert saved == [1] and mean_kl(training.best) == 0, "the only step is measured when the time is over"
+
+
+@pytest.mark.parametrize("name", ["Ernie4_5", "Cohere"])
+def test_keys_that_are_rotated_otherwise_are_refused(tmp_path: Path, name: str) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    fields = SIZES | rope | {"num_hidden_layers": 2, "head_dim": 32, "hidden_size": 128}
+    save_text_model(tmp_path, name=name, fields=fields)
+    with pytest.raises(ValueError, match="layer 0 does not rotate its keys as Llama does"):
+        Dense(tmp_path, torch.float32)
+
+
 def tune(folder: Path, documents: Path, output: Path, *options: str) -> tuple[int, str]:
     arguments = [str(folder), "--documents", str(documents), "--output", str(output), *options]
     result = CliRunner().invoke(main, ["tune", *arguments])
@@ -144,6 +165,7 @@ def test_command_refuses_what_does_not_help(folder: Path, documents: Path, tmp_p
     for arguments, expected, says in (
         ((folder, documents, output, *useless), 1, "training did not help"),
         ((folder, documents, tmp_path / "x.bin"), 2, "expected a name that ends in .safetensors"),
+        ((folder, documents, tmp_path / "no" / "x.safetensors"), 2, "does not exist"),
         ((folder, tmp_path, output), 2, "expected at least 20"),
         ((tmp_path, documents, output), 2, str(tmp_path)),
     ):

@@ -22,7 +22,7 @@ from .identity import Subject, subject_of, telling
 from .signoff import SignOff, SignOffError, default_folder, path_in, read
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.hypic.gate")
 
@@ -67,7 +67,7 @@ def look(vllm_config: VllmConfig, config: HypicConfig) -> None:
     if found.go:
         logger.info("hypic gate: %s", found.says)
         return
-    way_out = f"run: {command(vllm_config.model_config, subject, config)}"
+    way_out = f"run: {command(vllm_config, subject, config)}"
     if config.gate.require == "go":
         raise ConfigError(f"hypic config: gate.require='go': {found.says}; {way_out}")
     logger.warning("hypic gate: %s; %s", found.says, way_out)
@@ -89,7 +89,7 @@ def cheapest(vllm_config: VllmConfig, config: HypicConfig) -> HypicConfig:
         if find(config.gate.folder, subject.linked(candidate)).go:
             logger.info("hypic gate: chose context %r, islands %r", candidate.context, candidate.islands)
             return candidate
-    run = f"{command(vllm_config.model_config, subject, config)} --choose"
+    run = f"{command(vllm_config, subject, config)} --choose"
     raise ConfigError(f"hypic config: gate.choose: no context and islands are signed off as a go; run: {run}")
 
 
@@ -116,8 +116,9 @@ def find(folder: str | None, subject: Subject) -> Found:
     return Found(sign_off, f"{says} ({path})")
 
 
-def command(model: ModelConfig, subject: Subject, config: HypicConfig) -> str:
+def command(vllm_config: VllmConfig, subject: Subject, config: HypicConfig) -> str:
     """Return the command line that judges ``subject``."""
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     words = ["vllm-hypic", "gate", model.model, "--dtype", subject.dtype]
     usual = HypicConfig(link=config.link).for_model(model)
     # The subject's own options leave out a context that is the model's default but turned off here.
@@ -133,6 +134,15 @@ def command(model: ModelConfig, subject: Subject, config: HypicConfig) -> str:
     overrides = json.loads(subject.overrides)
     if overrides and isinstance(overrides, dict):  # a function has no form on a command line
         engine["hf_overrides"] = overrides
+    if subject.state_dtype != "auto":
+        engine["mamba_ssm_cache_dtype"] = subject.state_dtype
+    # The digest of the weights depends on all that follows.
+    if load_format != "auto":
+        engine["load_format"] = load_format
+    if model.revision is not None:
+        engine["revision"] = model.revision
+    if model.trust_remote_code:
+        engine["trust_remote_code"] = True
     if engine:
         words += ["--engine-args", json.dumps(engine)]
     if config.gate.folder is not None:
