@@ -37,6 +37,7 @@ class DeltaNet(LinearLayer[GatedDeltaInputs, GatedDeltaCarry]):
         conv_dim: int
         tp_size: int
         conv1d: Any
+        model_config: Any
         A_log: torch.Tensor
         dt_bias: torch.Tensor
         kv_cache: tuple[torch.Tensor, torch.Tensor]
