@@ -1,4 +1,4 @@
-"""Options of the command line that benchmarks share."""
+"""Options of the command line that benchmarks share, and the stock engines that an option describes."""
 
 from __future__ import annotations
 

@@ -15,11 +15,10 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 
-from ..primitives.tokens import ID_FORM
 from .answers import Place
 from .control import Control
 from .expand import CHAT, COMPLETIONS, rewriting
-from .forms import Seal
+from .forms import ID_FORM, Seal
 from .models import CompileRequest
 from .rewriting import carrying
 

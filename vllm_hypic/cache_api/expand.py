@@ -7,16 +7,15 @@ separators, stand in texts or among the parts of a prompt or content; with liter
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from ..primitives.tokens import ID_FORM, MARKER_PARTS, PART_TYPES, Marker, PrimitiveTexts, is_part
+from ..primitives.tokens import MARKER_PARTS, PART_TYPES, Marker, PrimitiveTexts, is_part
 from .answers import Place
 from .commands import Content
-from .forms import Seal, id_form
+from .forms import ID, ID_FORM, Seal, id_form
 from .rewriting import Rewriting
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -34,8 +33,6 @@ class SegmentId:
 
     value: str
 
-
-_ID = re.compile(r"[^\ud800-\udfff]{1,200}")  # the registry takes no half of a surrogate pair
 
 Piece = str | SegmentId | Marker
 _Change = Callable[[list[Piece], bool], str]
@@ -242,7 +239,7 @@ def _pieces(part: Any, literal: bool) -> list[Piece]:
         if (marker := MARKER_PARTS.get(part["type"])) is not None:
             return [marker]
         segment_id = part.get("id")
-        if not isinstance(segment_id, str) or not _ID.fullmatch(segment_id):
+        if not isinstance(segment_id, str) or not ID.fullmatch(segment_id):
             raise MisplacedId(f'part {part!r:.200}: expected the "id" of a compiled segment')
         return [SegmentId(segment_id)]
     text = part if isinstance(part, str) else part["text"]

@@ -22,8 +22,11 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from functools import cache
 
-from ..primitives.tokens import ID_FORM, PrimitiveIds, PrimitiveTexts
+from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 
+ID = re.compile(r"[^<>|\ud800-\udfff]{1,200}")
+"""A segment's id.  Half of a surrogate pair is no text that a message to the engine can hold."""
+ID_FORM = re.compile(rf"<\|hypic_segment:({ID.pattern})\|>")
 _TOKENS_FORM = re.compile(r"<\|hypic_tokens:([0-9a-f]{32}):([A-Za-z0-9+/]*)\|>")
 _HINT = "<|hypic_"
 MAX_TOKEN_ID = 2**24 - 1

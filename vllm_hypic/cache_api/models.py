@@ -175,8 +175,8 @@ def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
         404: "The id is unknown or has expired; the message names the id.",
         409: "The record cannot be pinned; the segment exists.",
         501: "The engine is not configured for the route; the message says why.",
-        507: "The tenant has too many segments.",
         503: "The engine or the segment registry cannot answer now.",
+        507: "The tenant has too many segments.",
     }
     return {status: {"model": ErrorAnswer, "description": says[status]} for status in statuses}
 

@@ -23,7 +23,7 @@ from ..patches import (
     engine_parent,
     engine_stop,
 )
-from ..patches.backend_name import BACKEND
+from ..patches.backend_name import class_of_another_plugin
 from ..pool.families import NOT_SERVED, family_in
 
 if TYPE_CHECKING:
@@ -171,19 +171,15 @@ def _backend_is_hypic(args: EngineArgs) -> bool:
     backend: Any = args.attention_backend
     if backend is None and args.attention_config is not None:
         backend = args.attention_config.backend
-    # HYPIC is an alias of CUSTOM, which the enum cannot tell apart; another plugin may have taken CUSTOM.
-    custom = AttentionBackendEnum.CUSTOM
-    ours = (path := custom.get_path() if custom.is_overridden() else BACKEND) == BACKEND
-    if not isinstance(backend, str):
-        return ours and backend is custom
-    if backend.upper() != "HYPIC":
-        return False
-    if not ours:
+    other = class_of_another_plugin()
+    if not isinstance(backend, str):  # HYPIC is an alias of CUSTOM, which the enum cannot tell apart
+        return backend is AttentionBackendEnum.CUSTOM and other is None
+    if backend.upper() == "HYPIC" and other is not None:
         raise ConfigError(
-            f"--attention-backend hypic: another plugin has registered {path} as vLLM's custom backend: "
+            f"--attention-backend hypic: another plugin has registered {other} as vLLM's custom backend: "
             "leave that plugin out of VLLM_PLUGINS"
         )
-    return True
+    return backend.upper() == "HYPIC"
 
 
 def _config(args: EngineArgs) -> HypicConfig:

@@ -19,3 +19,11 @@ def apply() -> None:
     if not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     AttentionBackendEnum._member_map_.setdefault("HYPIC", AttentionBackendEnum.CUSTOM)
+
+
+def class_of_another_plugin() -> str | None:
+    """Return the path of the class that another plugin has registered for ``CUSTOM``, or ``None``."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    custom = AttentionBackendEnum.CUSTOM
+    return None if not custom.is_overridden() or custom.get_path() == BACKEND else custom.get_path()

@@ -21,10 +21,6 @@ NO_TOKENIZER = (
 )
 
 
-ID_FORM = re.compile(r"<\|hypic_segment:([^<>|\ud800-\udfff]{1,200})\|>")
-"""Text that stands for a compiled segment; the group is the segment's id."""
-
-
 class Marker(Enum):
     """A primitive, by its role."""
 

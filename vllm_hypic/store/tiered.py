@@ -192,8 +192,9 @@ class TieredStore:
 
     # -- reading
 
-    def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool:
-        """Start a fetch; return False, without a fetch or a report, when no tier can have the object.
+    def prefetch(self, name: ObjectName, limit: int, reader: Reader, spent_s: float = 0.0) -> bool | None:
+        """Start a fetch and return True.  Without a fetch or a report return False when no tier has the
+        object, ``None`` when only bypassed tiers may have the object.
 
         A fetch also finds objects in the queue.  ``spent_s``: the part of the deadline that fetches of
         preceding objects took.  Raises ``ValueError`` before the report of an earlier fetch of ``name``.
@@ -201,20 +202,15 @@ class TieredStore:
         with self._lock:
             if name in self._fetches:
                 raise ValueError(f"{name}: an earlier fetch of this name is not reported yet")
+            all_asked = not self._closed and all(tier.readable for tier in self._tiers)
             if self._closed or not (sources := self._sources(name, limit)):
-                return False
+                return False if all_asked else None
             now = self._clock()
             deadline = now + self._settings.deadline_s - spent_s
-            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, deadline, self.all_readable)
+            fetch = self._fetches[name] = _Fetch(name, limit, reader, now, deadline, all_asked)
             fetch.task = Task(self._fetch(fetch, sources))
             self._begun.notify_all()
             return True
-
-    @property
-    def all_readable(self) -> bool:
-        """Whether no tier is bypassed, so that an object without a source is in no tier."""
-        with self._lock:
-            return all(tier.readable for tier in self._tiers)
 
     def _sources(self, name: ObjectName, limit: int) -> list[Source]:
         writing = self._writes.find(name)

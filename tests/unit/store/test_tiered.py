@@ -69,7 +69,7 @@ def test_absent_means_that_every_tier_answered(opened: Opener, clock: ManualCloc
     if fault in ("get fails", "bypassed"):
         slow.fail("get")
     if fault == "bypassed":
-        assert fetch(store, 2) is None and not store.all_readable
+        assert fetch(store, 2) is None
     hang = slow.hang("get") if fault == "too late" else None
     assert store.prefetch(name(1), SIZE, Reading(1))
     if hang is not None:
@@ -77,6 +77,15 @@ def test_absent_means_that_every_tier_answered(opened: Opener, clock: ManualCloc
         clock.advance(DEADLINE_S)
     ended = reported(store)
     assert ended.tier is None and ended.absent == (fault in ("absent", "damaged"))
+
+
+def test_what_a_bypassed_tier_may_have_is_not_said_to_be_absent(one: One) -> None:
+    store, tier = one
+    assert store.prefetch(name(1), SIZE, Reading(1)) is False
+    place(tier, 2)
+    tier.fail("get")
+    assert fetch(store, 2) is None
+    assert store.prefetch(name(1), SIZE, Reading(1)) is None
 
 
 @pytest.mark.parametrize("full", [False, True])

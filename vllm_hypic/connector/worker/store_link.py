@@ -199,13 +199,14 @@ class StoreLink(RecordLink):
         name = self.codec.name_of(incoming.next or fetch.order.place.key)
         if name in self._fetching:
             self._queued.append(fetch)
-        elif incoming.goes_on and self.store.prefetch(
-            name, incoming.most_nbytes, incoming.read, fetch.seconds
-        ):
+            return
+        started: bool | None = False
+        if incoming.goes_on:
+            started = self.store.prefetch(name, incoming.most_nbytes, incoming.read, fetch.seconds)
+        if started:
             self._fetching[name] = fetch
         else:
-            absent = not incoming.goes_on or self.store.all_readable
-            self._missed(fetch, "no tier has the record", absent=absent)
+            self._missed(fetch, "no tier has the record", absent=started is False)
 
     def _missed(self, fetch: _Fetch, reason: str, *, absent: bool) -> None:
         order = fetch.order

@@ -60,8 +60,9 @@ class Watcher:
                 if due:
                     try:
                         await self._describe()
-                    except Exception:  # a fault of one instance must not end its watch
+                    except Exception as e:  # a fault of one instance must not end its watch
                         log.exception("%s: the router cannot read the instance's state", self._instance.url)
+                        self._lost(f"the router cannot read the instance's state: {e!r}")
                 await asyncio.sleep(_TICK_S)
                 due = self._due()
         finally:
