@@ -213,8 +213,8 @@ class StoreConfig(ConfigSection):
     deadline_s: Seconds = 5.0
     """Longest time in which all tiers together fetch a record; after this time the segment is computed."""
     queue_bytes: Size = 512 << 20
-    """Memory for records on their way to the tiers. While the queue is full, new records are not stored. A larger
-    record waits until the queue is empty."""
+    """Memory for records on their way to the tiers. While the queue is full, new records are not stored. A
+    larger record waits until the queue is empty."""
     ttl_s: Seconds | None = None
     """Seconds after which a written record expires; with ``null`` records never expire."""
     close_s: Seconds = 5.0
