@@ -83,7 +83,7 @@ def decode(frames: Sequence[bytes], snapshot_topic: bytes) -> Message | None:
         return None
     try:
         message = _DECODER.decode(frames[1])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except msgspec.MsgspecError:
         return None
     expected = snapshot_topic if isinstance(message, Snapshot) else ALL
     return message if frames[0] == expected else None

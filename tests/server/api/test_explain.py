@@ -159,7 +159,7 @@ def test_prefix_caching_and_tokens_of_a_prompt(client: Client, question) -> None
     [
         ({"vllm_xargs": {}}, "the prompt has no separators, and hypic_segment_mode is 'off'"),
         ({"vllm_xargs": {**CUT, "hypic_link": "full"}}, "link method 'full' reuses nothing"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "max_tokens": 1}, "prompt_logprobs"),
         ({"prompt": "short"}, "hypic_segment_mode='text' finds no segments"),
         ({"prompt": f"Lead{SEP}short{SEP}Why?"}, "no piece of the prompt is long enough"),
         ({"prompt": f"Lead{SEP}{document('warm')}{SEP}"}, "the prompt ends in a separator"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import msgspec
+import zmq
 
 from ...config.router import RouterConfig
 from ..description import Description
@@ -155,7 +156,7 @@ class Watcher:
                 await self._subscribed
             except asyncio.CancelledError:
                 pass
-            except Exception as e:  # for example no file descriptors left
-                log.error("the connection for events of %s failed: %r", self._instance.url, e)
+            except zmq.ZMQError as e:  # for example no file descriptors left
+                log.error("the connection for events of %s failed: %s", self._instance.url, e)
         self._subscription = self._subscribed = None
         self._instance.view = InstanceView()
