@@ -29,6 +29,15 @@ sys.exit(compiled.check([spec], [90], Console(width=200)))
 """
 
 
+STATES_IN_16_BITS = """
+from dataclasses import replace
+from vllm_hypic.backends.ops import compiled
+from vllm_hypic.backends.ops.gated_delta.triton.compose import SPECS
+[spec, *_] = SPECS
+print(compiled.compile_kernel(replace(spec, signature={**spec.signature, "state_ptr": "*bf16"}), 90))
+"""
+
+
 @pytest.mark.parametrize("one", COMPILATIONS, ids=str)
 def test_kernels_keep_their_limits(
     one: Compilation, compiled: dict[Compilation, Future[subprocess.CompletedProcess[str]]], tables: list[str]
@@ -57,6 +66,12 @@ def test_what_exceeds_its_limit_is_named(
     done = run_compiling(str(program), limits, str(n))
     assert done.returncode == (1 if says else 0), done.stdout + done.stderr
     assert says in done.stdout
+
+
+def test_compositions_of_states_in_16_bits_compile(run_compiling: Run) -> None:
+    """The interpreter takes what the compiler refuses: a choice between pointers of two types."""
+    done = run_compiling("-c", STATES_IN_16_BITS)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_it_refuses_to_run_in_the_interpreter(run_compiling: Run) -> None:
