@@ -184,6 +184,7 @@ class Cluster:
         self.combines = [self.instance(f"combine{i}") for i in range(setup.combines)]
         self.router = self._router(self.workers, self.combines, *setup.router)
         self._started: list[Server] = []
+        self._starts: list[Future[None]] = []
         # A server ends with the thread that started it: these threads stay as long as the cluster.
         self._keepers = ThreadPoolExecutor(_MOST_STARTED, thread_name_prefix="keeper")
         self._handlers: dict[signal.Signals, Any] = {}
@@ -209,7 +210,9 @@ class Cluster:
     def start(self, *servers: Server) -> None:
         """Start servers, all at once; raise the first failure when all servers have been tried."""
         self._started += servers
-        _all([self._keepers.submit(server.start) for server in servers])
+        starts = [self._keepers.submit(server.start) for server in servers]
+        self._starts += starts
+        _all(starts)
 
     def stop(self, *servers: Server) -> None:
         """End servers, all at once, also servers that a test has paused."""
@@ -265,6 +268,9 @@ class Cluster:
         processes = [p for s in self._started for p in s.processes()]
         try:
             self.stop(*self._started)
+            while not all(start.done() for start in self._starts):  # a server was launched after its stop
+                time.sleep(0.1)
+                self.stop(*self._started)
             left = [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
             if left:
                 raise ServerError(f"processes {left} are still alive")

@@ -302,6 +302,8 @@ class AsyncTier:
                 self.stats.refused += 1
             else:
                 self._count(e)
+                if returned is None and item.expires is not None:
+                    self.delete(name)  # a server may still store the object, which would stay for good
         if seconds is not None:
             self.stats.stored += 1
             self.stats.written_bytes += item.data.nbytes
@@ -326,14 +328,14 @@ class AsyncTier:
         for base in item.rests_on:
             self.tier.touch(base)  # so that the base does not make room for this object
         self.tier.put(item.name, item.data, item.value)
-        for base in item.rests_on:
-            self.tier.touch(base)  # so that the base leaves after this object
         if item.expires is not None:
             try:
                 self.tier.expire(item.name, item.expires)
             except TierError:
                 self.tier.delete(item.name)  # without an expiry the object would stay for good
                 raise
+        for base in item.rests_on:
+            self.tier.touch(base)  # so that the base leaves after this object
         return time.perf_counter() - started
 
     def delete(self, name: ObjectName) -> None:

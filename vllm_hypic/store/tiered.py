@@ -349,7 +349,10 @@ class TieredStore:
         self._tell_tiers(AsyncTier.pin, name)
 
     def unpin(self, name: ObjectName) -> None:
-        self._tell_tiers(AsyncTier.unpin, name)
+        with self._lock:
+            self._tell_tiers(AsyncTier.unpin, name)
+            if self._settings.ttl_s is not None:  # a tier does not know the expiry of before a restart
+                self._tell_tiers(AsyncTier.set_expiry, name, self._expiries.get(name, self._latest()))
 
     def expire(self, name: ObjectName, at: float | None) -> None:
         with self._lock:

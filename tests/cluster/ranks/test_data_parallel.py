@@ -59,7 +59,7 @@ def test_what_one_replica_is_told_both_know(tmp_path: Path) -> None:
             cache.get(two.id)
         assert not cache.unpin(one.id).pinned and not cache.stats().tiers["pool"]["pinned"]
         cache.pin(one.id)
-        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": f"w1{two.form}w3"})
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": f"w1{two.form}w3"}, timeout=120)
         assert refused.status_code in (400, 404)
     with make_server(tmp_path, "second") as server, SegmentCache(server.url) as cache:
         assert cache.get(one.id).pinned and cache.stats().tiers["pool"]["pinned"] == REPLICAS

@@ -157,6 +157,25 @@ def test_an_object_that_expired_in_the_queue_is_not_written(settled: Settled, cl
     assert blocking.objects == {} and tier.stats.stored == 0
 
 
+def test_an_object_that_may_have_come_without_its_expiry_is_deleted(
+    settled: Settled, clock: ManualClock
+) -> None:
+    """The server's answer came too late: the object is there, and nobody set its expiry."""
+    tier, blocking = settled
+    stored = blocking.put
+
+    def late(*args: Any) -> None:
+        stored(*args)
+        raise TierError("no answer within 5 s")
+
+    blocking.put = late  # type: ignore[method-assign]
+    put(tier, 1, clock() + 100)
+    run_all(tier)
+    clock.advance(60)
+    run_all(tier)
+    assert blocking.objects == {}
+
+
 def test_every_end_of_a_write_is_told_and_counted(settled: Settled) -> None:
     tier, blocking = settled
     assert (run(tier, 1), tier.stats.stored, tier.stats.written_bytes) == ("", 1, 3)

@@ -331,7 +331,7 @@ def test_a_folder_that_cannot_be_made_durable_holds_nothing(on_disk, tmp_path):
     assert not place(tmp_path, 1).exists()
 
 
-@pytest.mark.parametrize("function", ["open", "preadv", "pread"])
+@pytest.mark.parametrize("function", ["open", "pread"])
 def test_faults_of_reading(tier, function):
     data = put(tier, 1, 300)
     with failing(errno.EIO, function), pytest.raises(TierError, match="get"):

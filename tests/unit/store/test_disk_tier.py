@@ -1,6 +1,7 @@
 """The disk tier keeps the contract, also beside other processes, and while others read; its folder may be one
 that an earlier version wrote, or that engines of other models use."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -143,6 +144,40 @@ def test_what_others_put_is_kept(tier, beside):
     data = put(tier, 1, 300)
     beside.put(name(1), view(content(2, 400)), value(400))
     assert got(tier, 1) == data and got(beside, 1) == data
+
+
+def test_what_others_put_first_is_found_without_sharing(on_disk):
+    first, later = on_disk(), on_disk()
+    data = put(first, 1, 300)
+    later.put(name(1), view(content(2, 400)), value(400))
+    assert later.may_hold(name(1)) and got(later, 1) == data and later.used()[0] == 300
+
+
+def test_a_cut_file_of_others_is_written_anew(on_disk, tmp_path):
+    first, later = on_disk(), on_disk()
+    put(first, 1, 300)
+    os.truncate(place(tmp_path, 1), HEAD_BYTES + 100)
+    assert got(later, 1) is None and put(later, 1, 300) == got(later, 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "stays"), [("open", errno.EACCES, True), ("preadv", errno.EIO, False)]
+)
+def test_a_file_that_cannot_be_read_is_a_miss_and_no_fault_of_the_tier(
+    tier, tmp_path, monkeypatch, call, error, stays
+):
+    put(tier, 1, 300)
+    as_before = getattr(os, call)
+
+    def refuses(about: object, *rest: object) -> object:
+        if call == "open" and about != place(tmp_path, 1):
+            return as_before(about, *rest)
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, refuses)
+        assert got(tier, 1) is None
+    assert (got(tier, 1) is not None) == stays and tier.counts.damaged == (not stays)
 
 
 def test_another_size_under_the_same_name_is_booked(tier, beside):

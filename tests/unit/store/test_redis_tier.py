@@ -91,6 +91,38 @@ def test_a_pin_that_failed_once_is_made_by_the_second_try(
     assert 400_000 < client.pttl(key(1)) <= 500_000
 
 
+def test_a_pin_from_before_a_restart_ends_in_an_expiry(tier: RedisTier, client: Redis, connect: Connect):
+    brief = connect(ttl_s=60)
+    put(brief, 1, 100)
+    brief.pin(name(1))
+    restarted = connect(ttl_s=60)
+    restarted.pin(name(1))
+    restarted.unpin(name(1))
+    assert 50 < client.ttl(key(1)) <= 60
+
+
+def test_a_user_without_info_has_a_tier_of_unknown_size(tier: RedisTier, client: Redis):
+    client.acl_setuser("default", enabled=True, commands=["-info"])
+    try:
+        assert tier.used() == (0, None) and put(tier, 1, 100) == got(tier, 1)
+    finally:
+        client.acl_setuser("default", enabled=True, commands=["+info"])
+
+
+def test_a_server_that_became_a_replica_is_connected_anew(
+    tier: RedisTier, client: Redis, server: RedisServer
+):
+    """The name in the URL may lead to another server by now."""
+    put(tier, 1, 100)
+    client.replicaof("127.0.0.1", str(free_port()))
+    try:
+        with pytest.raises(TierError, match="ReadOnly"):
+            put(tier, 2, 100)
+        assert not any(c.is_connected for c in tier._client.connection_pool._available_connections)
+    finally:
+        client.replicaof("NO", "ONE")
+
+
 def refuse(*_: object) -> NoReturn:
     raise RedisError("the connection was reset")
 

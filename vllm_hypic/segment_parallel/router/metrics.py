@@ -25,7 +25,7 @@ class RouterMetrics:
         self.requests = counter(
             "hypic_router_requests",
             "Requests by kind: parallel and whole for completions and chats, proxied for all other requests. "
-            "A request that is sent again counts again.",
+            "A completion or chat that is sent again counts again.",
             ["kind"],
         )
         self.whole = counter(

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _REMIND_S = 2.0
 """Seconds after a transfer's end until a record that has not arrived is withdrawn, or announced again."""
+_AT_ONCE = 2
+"""The most messages that are on their way to one receiver."""
 _LEFT_S = 1.0
 """Seconds that a combine node has to notice that a client left."""
 
@@ -36,6 +40,9 @@ class ReceiverNotifier:
 
     def __init__(self, secret: Secret | None, metrics: RouterMetrics) -> None:
         self._secret, self._metrics = secret, metrics
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        """Threads by receiver.  Calls to a dead receiver wait, and must not delay the router's look-ups of
+        names, which take the event loop's own threads."""
 
     async def withdraw(self, combine: Instance, keys: Sequence[str]) -> None:
         """Tell ``combine`` that no worker will send the records ``keys``.
@@ -93,7 +100,10 @@ class ReceiverNotifier:
             for rank in range(ranks):
                 names = [object_name(key, rank, ranks) for key in keys]
                 url = receiver.of_rank(rank).url
-                await asyncio.to_thread(tell, url, description.namespace, names, self._secret)
+                if url not in self._threads:
+                    self._threads[url] = ThreadPoolExecutor(_AT_ONCE)
+                call = partial(tell, url, description.namespace, names, self._secret)
+                await asyncio.get_running_loop().run_in_executor(self._threads[url], call)
         except (OSError, TimeoutError, ValueError, zmq.ZMQError) as e:
             self._metrics.failures.labels(failure, description.receiver).inc()
             log.warning(

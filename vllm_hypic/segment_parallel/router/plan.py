@@ -22,7 +22,8 @@ MOST_PADDING = 1 << 20
 @dataclass(frozen=True)
 class SegmentAsk:
     """One distinct record of a request.  ``prompt``: a warm-up prompt that makes exactly this record; empty
-    where that prompt would be too long, so that no other instance can compute the record."""
+    where that prompt would be too long, or the record depends on the leading segment, so that no other
+    instance can compute the record."""
 
     key: SegmentKey
     prompt: tuple[int, ...]
@@ -50,8 +51,9 @@ class Planned:
                 continue
             # A segment's padding is as long as its start position: the sum grows with the prompt's square.
             padding += segment.start if self.plan.method.fixed_position else 0
-            fits = padding <= MOST_PADDING
-            prompt = warmup_prompt(segment, self.plan.method, primitives) if fits else ()
+            behind_lead = segment.context is not None and self.plan.method.context == "lead"
+            makes = padding <= MOST_PADDING and not segment.anchor and not behind_lead
+            prompt = warmup_prompt(segment, self.plan.method, primitives) if makes else ()
             asks[segment.key] = SegmentAsk(segment.key, tuple(prompt), segment.prepended + segment.stop)
         return tuple(asks.values())
 

@@ -138,7 +138,7 @@ class DiskTier:
             if fd is not None:
                 value = self._files.read_head(fd)
                 if value is not None and value.nbytes <= limit:
-                    data = self._files.read(fd, value.nbytes)
+                    data = self._read(fd, value.nbytes)
                 if data is not None:
                     self._files.note_use(fd)
         if fd is None:
@@ -151,6 +151,15 @@ class DiskTier:
             return None
         self._note_use(name, value)
         return data.toreadonly()
+
+    def _read(self, fd: int, nbytes: int) -> memoryview | None:
+        """Read an object; ``None`` for a damaged file, also one in an unreadable part of the disk."""
+        try:
+            return self._files.read(fd, nbytes)
+        except OSError as e:
+            if e.errno != errno.EIO:
+                raise
+            return None
 
     def first(self, names: Sequence[ObjectName]) -> ObjectName | None:
         self._drop_expired()
@@ -221,8 +230,8 @@ class DiskTier:
         value = replace(value, nbytes=data.nbytes)
         self._drop_expired()
         with self._claim(name), self._errors(f"put {name}"):
-            if self._files.exists(name):
-                return  # perhaps another process put the file: get will find it
+            if self._is_in_place(name):
+                return
             with self._free:
                 if name in self._index:  # another process removed its file
                     self._index.remove(name)
@@ -238,6 +247,19 @@ class DiskTier:
                 self._end_put(plan, success=False)
                 raise
             self._end_put(plan, success=True)
+
+    def _is_in_place(self, name: ObjectName) -> bool:
+        """Return whether the object's file is sound, and book the file that another process put.  The caller
+        claims the name."""
+        if not self._files.exists(name):
+            return False
+        with self._files.opened(name) as fd:
+            found = None if fd is None else self._files.read_head(fd)
+        if found is None:
+            self._files.remove(name)
+        elif name not in self._index:
+            self._book(name, found)
+        return found is not None
 
     def _reserve(self, plan: Plan) -> list[Held]:
         """Book room, with the lock held; return the victims, whose files :meth:`_unlink_victims` removes."""

@@ -58,7 +58,8 @@ class ObjectFiles:
                 continue
             with contextlib.suppress(OSError):  # the file is gone or has a writer, or the disk is read-only
                 file = self.path / PARTIAL / partial
-                fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                # For writing: NFS locks no file for writers that is open for reading alone.
+                fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(file)
@@ -109,11 +110,14 @@ class ObjectFiles:
 
     @contextlib.contextmanager
     def opened(self, name: ObjectName) -> Iterator[int | None]:
-        """Open the file for reading and yield its descriptor, or ``None`` when there is no such file."""
+        """Open the file for reading and yield its descriptor; ``None`` when there is no such file, and for a
+        file in a readable folder that another user of the machine keeps to itself."""
+        place = self._place(name)
         try:
-            fd = os.open(self._place(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as e:
-            if e.errno not in (errno.ENOENT, errno.ELOOP):  # ELOOP: a link, not ours
+            foreign = e.errno in (errno.EACCES, errno.EPERM) and os.access(place.parent, os.X_OK)
+            if not foreign and e.errno not in (errno.ENOENT, errno.ELOOP):  # ELOOP: a link, not ours
                 raise
             yield None
             return

@@ -11,6 +11,7 @@ head gives the length, and a checksum that tells whether the body belongs to the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import sys
 import threading
@@ -37,6 +38,9 @@ _MODEL = "vllm-hypic"
 _BODY, _HEAD = 0, 1  # LMCache's object groups
 _STRIPES = 64
 _ROOM_WAIT_S = 1.0
+_MOST_KNOWN = 100_000
+_MOST_TRIED = 1000
+"""The most objects that one search for an object to evict tries."""
 """The most seconds that a put waits for objects that are being read or written to become evictable."""
 
 
@@ -89,7 +93,8 @@ class LMCacheObjects:
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._lock = threading.Lock()
         self._known: OrderedDict[ObjectName, None] = OrderedDict()
-        """Objects that this process put or read here, the least recently used first."""
+        """The last :data:`_MOST_KNOWN` objects that this process put or read here, the least recently used
+        first."""
         self._abandoned: list[tuple[PrefetchHandle, ObjectKey]] = []
         """Reads that timed out: their locks must still be given back."""
 
@@ -181,6 +186,8 @@ class LMCacheObjects:
         with self._lock:
             self._known[name] = None
             self._known.move_to_end(name)
+            if len(self._known) > _MOST_KNOWN:
+                self._known.popitem(last=False)
 
     # -- LMCache's objects
 
@@ -273,7 +280,7 @@ class LMCacheObjects:
         """Remove an object from L1; return whether one left.  An L2 keeps its copy; without an L2 the object
         is gone."""
         with self._lock:
-            names = list(self._known)
+            names = list(itertools.islice(self._known, _MOST_TRIED))
         for name in names:
             keys = [self._key(name, _HEAD), self._key(name, _BODY)]
             removed, locked = self._manager.delete_l1_keys(keys)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .lmcache_module import Answer, Call
 
+_READS = frozenset({"get", "has"})
 _NO_NAME, _NO_DATA = ObjectName(""), memoryview(b"")
 _PROBE_S = 1.0
 """The most seconds for the connection to the server's port: a stopped server is reported at once."""
@@ -26,8 +27,8 @@ class LMCacheServerTier:
     """A tier in ``lmcache server``, which must run ``lmcache_module.py``.
 
     The server's traffic is neither encrypted nor authenticated: use a trusted network.  The tier ignores
-    pins: LMCache evicts as the server is configured.  :meth:`clear` deletes the objects that any client put
-    or read in this namespace since the server's start.
+    pins: LMCache evicts as the server is configured.  :meth:`clear` deletes the last 100,000 objects that any
+    client put or read in this namespace since the server's start.
     """
 
     def __init__(self, name: str, url: str, namespace: str = "default", timeout_s: float = 5.0) -> None:
@@ -43,7 +44,9 @@ class LMCacheServerTier:
         self.name = name
         self._url, self._namespace, self._timeout_s = url, namespace, timeout_s
         self._lock = threading.Lock()
-        self._client: RequestClient | None = None
+        self._clients: dict[bool, RequestClient] = {}
+        """Connections for reads (true) and for other calls.  A closed client ends no call that waits on it,
+        so a late write must not close the connection of reads."""
         self._opened = False
 
     def open(self) -> None:
@@ -96,7 +99,8 @@ class LMCacheServerTier:
 
     def close(self) -> None:
         self._opened = False
-        self._drop_client()
+        for reads, client in list(self._clients.items()):
+            self._drop_client(reads, client)
 
     def _call(
         self,
@@ -126,38 +130,37 @@ class LMCacheServerTier:
         from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
 
         request = ServerModuleCallRequest(f"vllm_hypic.{method}", msgspec.msgpack.encode(call))
-        client = None
+        client, reads = None, method in _READS
         try:
-            client = self._connected()
+            client = self._connected(reads)
             response = client.server_module_call(request).result(self._timeout_s)
         except Exception as e:  # transports document no exceptions
             if client is not None:
-                self._drop_client(client)
+                self._drop_client(reads, client)
             raise TierError(f"tier {self.name}: {self._url}: {type(e).__name__}: {e}") from e
         if not response.success:
             raise TierError(f"tier {self.name}: {self._url}: {response.error}")
         return response.payload
 
-    def _connected(self) -> RequestClient:
+    def _connected(self, reads: bool) -> RequestClient:
         import zmq
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
         with self._lock:
-            if self._client is None:
+            if reads not in self._clients:
                 where = urlsplit(self._url)
                 if where.hostname and where.port:
                     socket.create_connection((where.hostname, where.port), _PROBE_S).close()
                 # An own context: messages unsent at its close must not delay the process's end.
                 context = zmq.Context()
                 context.setsockopt(zmq.LINGER, 0)
-                self._client = RequestClientFactory.create(self._url, context=context)
-            return self._client
+                self._clients[reads] = RequestClientFactory.create(self._url, context=context)
+            return self._clients[reads]
 
-    def _drop_client(self, client: RequestClient | None = None) -> None:
+    def _drop_client(self, reads: bool, client: RequestClient) -> None:
         """Let the next call connect anew; messages queued for a dead server die with the old connection."""
         with self._lock:
-            if client is not None and client is not self._client:
+            if self._clients.get(reads) is not client:
                 return
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+            stale = self._clients.pop(reads)
+        stale.close()

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..protocol import CacheValue, ObjectName
 from .base import Held, TierError, TierFull
@@ -18,6 +18,8 @@ MAX_OBJECT_BYTES = 512 * 1024 * 1024
 """The longest string that Redis takes."""
 
 _CLEAR_BATCH = 500
+_NO_EXPIRY = -1
+"""What Redis's PTTL answers for an object that never expires."""
 _CONNECT_TIMEOUT_S = 1.0
 _LABEL = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _URL_FORM = (
@@ -131,6 +133,8 @@ class RedisTier:
         with self._lock:
             self._pinned.setdefault(name, None)
         left_ms = self._ask(lambda: self._client.pttl(self._key(name)))
+        if left_ms == _NO_EXPIRY and self._ttl_ms is not None and self._pinned[name] is None:
+            left_ms = self._ttl_ms  # the object was pinned before a restart
         if left_ms >= 0:
             with self._lock:
                 self._pinned[name] = time.time() + left_ms / 1000
@@ -163,9 +167,18 @@ class RedisTier:
         return None
 
     def used(self) -> tuple[int, int | None]:
-        """Return the whole server's used memory and its ``maxmemory``, other users included."""
-        memory = self._ask(lambda: self._client.info("memory"))
+        """Return the whole server's used memory and its ``maxmemory``, other users included; zero and no
+        limit if the server does not allow its user the command INFO."""
+        memory = self._ask(self._memory)
         return int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None
+
+    def _memory(self) -> dict[str, Any]:
+        from redis.exceptions import NoPermissionError
+
+        try:
+            return self._client.info("memory")
+        except NoPermissionError:
+            return {"used_memory": 0}
 
     def clear(self) -> None:
         """Delete all objects.  ``SCAN`` walks over foreign keys too: slow on a large server, never
@@ -200,7 +213,7 @@ class RedisTier:
 
     def _ask(self, command: Callable[[], T]) -> T:
         """Run the command; return the answer, or raise :class:`TierError`.  The client reconnects itself."""
-        from redis.exceptions import OutOfMemoryError, RedisError
+        from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
         if not self._opened:
             raise TierError(f"tier {self.name}: not open")
@@ -209,6 +222,8 @@ class RedisTier:
         except OutOfMemoryError as e:
             raise TierFull(f"tier {self.name}: Redis at {self._where} is out of memory: {e}") from e
         except (RedisError, OSError) as e:
+            if isinstance(e, ReadOnlyError):  # failed over: the URL's name may lead to another server by now
+                self._client.connection_pool.disconnect(inuse_connections=False)
             # Without the cause: old servers quote the arguments of an unknown command.
             password = self._client.connection_pool.connection_kwargs.get("password")
             told = str(e).replace(password, "***") if password else str(e)

@@ -40,7 +40,7 @@ FIELDS = """
     reads_successors learned literal_text quadratic ranks deadline_s shared_tiers limits
 """
 LIMITS = "pages slots page_tokens max_request_tokens tiles record_tiles state_pages"
-LINKS = ["hypic", "epic-0", "epic-3", "block", "prompt-cache", "naive", "full", "nonsense"]
+LINKS = ["hypic", "epic-0", "epic-3", "seam-2-0+3", "block", "prompt-cache", "naive", "full", "nonsense"]
 
 
 def engine(linear: bool, reads_successors: bool = False, **options: Any) -> SchedulerConnector:
@@ -83,14 +83,16 @@ prompts = st.lists(
     ids=prompts,
     link=st.sampled_from(LINKS),
     seam=st.sampled_from([None, 0, 3]),
+    lead=st.booleans(),
     salt=st.sampled_from([None, "t"]),
     linear=st.booleans(),
     by_a_head=st.booleans(),
 )
 def test_the_plan_is_the_engines_and_warm_up_prompts_make_its_records(
-    ids: list[int], link: str, seam: int | None, salt: str | None, linear: bool, by_a_head: bool
+    ids: list[int], link: str, seam: int | None, lead: bool, salt: str | None, linear: bool, by_a_head: bool
 ) -> None:
     extra: dict[str, Any] = {"hypic_link": link} | ({} if seam is None else {"hypic_seam_tokens": seam})
+    extra |= {"hypic_context": "lead"} if lead else {}
     planned_alike(engine(linear, by_a_head), ids, extra, salt)
 
 
@@ -104,7 +106,8 @@ def plan_of(
 def planned_alike(
     side: SchedulerConnector, ids: list[int], extra: dict[str, Any], salt: str | None
 ) -> PromptPlan | None:
-    """The plan of both, found to be the same; every warm-up prompt makes its record.  ``None``: refused."""
+    """The plan of both, found to be the same; every warm-up prompt makes its record, and only a record that
+    depends on the leading segment has none.  ``None``: refused."""
     try:
         expected = plan_of(side, ids, extra, salt)
     except (LinkError, PromptError):
@@ -116,7 +119,12 @@ def planned_alike(
         return None
     assert planned is not None and planned.plan == expected
     assert {s.key for s in planned.segments} == {s.key for s in expected.segments}
+    dependent = {s.key for s in expected.segments if s.anchor or s.context is not None}
+    assert {s.key for s in planned.segments if not s.prompt} == dependent
     for segment in planned.segments:
+        if segment.key in dependent:
+            assert not planned.made_by(said, segment)
+            continue
         warm = plan_of(side, segment.prompt, planned.options, salt)
         assert warm is not None and warm.warm_only and [s.key for s in warm.segments] == [segment.key]
         assert planned.made_by(said, segment)
