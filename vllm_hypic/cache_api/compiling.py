@@ -92,9 +92,12 @@ def _checked_text(name: str, text: str, control: Control) -> str:
         )
     if control.literal:
         return text
-    for role, marker in control.config.token_texts.items():
-        if marker in text:
-            raise HTTPException(400, f"{name} contains {marker!r}, the text of {role}: remove it")
+    texts = control.config.token_texts
+    for role, marker in texts.items():
+        if 0 <= (text + texts.sep).find(marker) < len(text):
+            raise HTTPException(
+                400, f"{name} contains {marker!r}, the text of {role}, or ends with its beginning: remove it"
+            )
     if (found := ID_FORM.search(text)) is not None:
         raise HTTPException(400, f"{name} contains the segment id {found[1]!r}: remove it")
     return text

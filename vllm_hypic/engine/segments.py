@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from ..primitives.options import FOUND, FoundSegments, RequestSpec
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
-from ..primitives.token_texts import TokenTexts, special_ids
+from ..primitives.token_texts import TokenTexts, special_tokens
 from ..primitives.tokens import PrimitiveIds
 from .front_end import RequestChecker, reason_not_to_cut
 from .renderer import CHAT
@@ -76,7 +76,7 @@ class Vocabulary:
     """The data of a tokenizer that finding segments in its tokens needs; for one thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.special = special_ids(tokenizer)
+        self.special = special_tokens(tokenizer)
         self.texts = TokenTexts(tokenizer)
         self.lengths = TokenLengths(tokenizer, self.texts, self.special)
 
@@ -106,8 +106,8 @@ class PromptSegments:
         return self._segmenter.find_structure(ids, locate(chat, text, starts, self._min_tokens))
 
 
-def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Collection[int]) -> Segmenter:
-    """Return the segmenter for a tokenizer with these ``texts`` and ``special`` ids."""
+def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Mapping[int, str]) -> Segmenter:
+    """Return the segmenter for a tokenizer with these ``texts`` and ``special`` tokens."""
     return Segmenter(
         texts.of,
         special,

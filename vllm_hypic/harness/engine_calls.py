@@ -208,7 +208,7 @@ def _chat(llm: Any, ask: Ask) -> Any:
     from ..engine.renderer import CHAT
     from ..primitives.messages import messages_of
     from ..primitives.structure import Chat
-    from ..primitives.token_texts import special_ids
+    from ..primitives.token_texts import special_tokens
 
     tokenizer = llm.get_tokenizer()
 
@@ -216,7 +216,7 @@ def _chat(llm: Any, ask: Ask) -> Any:
         return tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     system, *documents, end = ask.parts
-    found = messages_of(end, lambda start, stop: read(end[start:stop]), special_ids(tokenizer))
+    found = messages_of(end, lambda start, stop: read(end[start:stop]), special_tokens(tokenizer))
     question, *behind = (read(end[message.start : message.stop]) for message in found)
     content = [{"type": "text", "text": text} for text in [*map(read, documents), question]]
     messages = [{"role": "system", "content": read(system)}, {"role": "user", "content": content}]

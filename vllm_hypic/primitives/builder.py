@@ -35,7 +35,7 @@ def build_prompt(
             "texts.literal=True: expected the tokenizer's prompt_texts, as literal texts mark no segments"
         )
     parts = _checked_texts("segments", segments, texts)
-    lead = "" if system is None else _checked_text("system", system, texts)
+    lead = "" if system is None else _checked_text("system", system, texts, texts.sep)
     return texts.sep.join([lead, *parts, _checked_text("query", query, texts)])
 
 
@@ -85,13 +85,14 @@ def build_prompt_ids(
     return [*prompt, ids.sep, *_checked_ids("query", query, ids)]
 
 
-def _checked_text(name: str, text: str, texts: PrimitiveTexts) -> str:
+def _checked_text(name: str, text: str, texts: PrimitiveTexts, behind: str = "") -> str:
+    """Return ``text`` if no primitive begins in it, also none that ends in the text ``behind`` it."""
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected text (str), got {type(text).__name__}")
     for role, marker in texts.items():
-        if marker in text:
+        if 0 <= (text + behind).find(marker) < len(text):
             raise ValueError(
-                f"{name} contains {marker!r}, the text of {role}: "
+                f"{name} contains {marker!r}, the text of {role}, or ends with its beginning: "
                 "remove it from the text, or set another text in token_texts"
             )
     return text
@@ -100,7 +101,7 @@ def _checked_text(name: str, text: str, texts: PrimitiveTexts) -> str:
 def _checked_texts(name: str, values: Iterable[str], texts: PrimitiveTexts) -> list[str]:
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name}: expected a list of texts, got {type(values).__name__}")
-    checked = [_checked_text(f"{name}[{i}]", value, texts) for i, value in enumerate(values)]
+    checked = [_checked_text(f"{name}[{i}]", value, texts, texts.sep) for i, value in enumerate(values)]
     for i, value in enumerate(checked):
         if not value:
             raise ValueError(f"{name}[{i}] is empty: leave it out")

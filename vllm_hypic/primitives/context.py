@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
     import torch
 
 
+logger = logging.getLogger(__name__)
+
+_SOME_DAY = datetime(2025, 1, 1)
+"""The day for templates that write today's date: records behind a context must serve on other days, too."""
 _DEFAULT = "context.txt"
 """Name of the plugin's context file, which lies beside this module."""
 
@@ -41,11 +47,16 @@ def context_text(path: str | None) -> str:
 def context_tokens(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Return the token ids of ``text`` where a prompt's documents stand.
 
-    That place is the beginning of the first user turn, without the turn's end.  Without a chat template, it
-    is the beginning of the prompt."""
+    That place is the beginning of the first user turn, without the turn's end.  Without a chat template that
+    renders such a turn, it is the beginning of the prompt.  The tokens do not depend on the day."""
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": text}]
-        rendered: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        options = {"tokenize": False, "add_generation_prompt": False, "strftime_now": _SOME_DAY.strftime}
+        try:
+            rendered: str = tokenizer.apply_chat_template(messages, **options)
+        except Exception as e:  # templates raise what they like
+            logger.warning("the chat template renders no message of a user alone: %s", e)
+            rendered = ""
         before, found, _ = rendered.partition(text)
         if found:
             return tuple(tokenizer.encode(before + text, add_special_tokens=False))

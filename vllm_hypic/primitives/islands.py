@@ -110,8 +110,11 @@ def bm25(segments: Sequence[SegmentWords], query: Sequence[str]) -> list[float]:
     damping = [K1 * (1 - B + B * length * len(lengths) / total) for length in lengths]
     begins = [0, *accumulate(len(segment.windows) for segment in segments[:-1])]
     # The sums follow the order of the query's words, because another order could round differently.
-    for word in query:
-        found = [(i, s.places[word]) for i, s in zip(begins, segments, strict=True) if word in s.places]
+    found_by: dict[str, list[tuple[int, Sequence[tuple[int, int]]]]] = {word: [] for word in query}
+    for begin, segment in zip(begins, segments, strict=True):
+        for word in segment.places.keys() & found_by.keys():
+            found_by[word].append((begin, segment.places[word]))
+    for found in found_by.values():
         if not found:
             continue
         weight = _idf(sum(len(places) for _, places in found), len(lengths)) * (K1 + 1)

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_HEADER = 16
 """Most tokens between a special token and the end of a header's line."""
-_ROLE = re.compile(r"\s*[\w-]{0,32}\s*")
+_LINE = re.compile(r"\s*[\w-]{0,32}\s*")
 """Pattern of a header's line."""
-ANSWERING = ("assistant", "model")
+_NAMES = re.compile(r"\s*[\w.:-]{0,64}(?:\s+to=[\w.:-]{1,64})?(?:\s+json)?\s*")
+"""Pattern of the text between two special tokens of a header: a role or a channel, perhaps a recipient."""
+ANSWERING = ("assistant", "model", "chatbot")
 ASKING = ("user", "human")
-RESULTS = ("tool", "function", "ipython")
+RESULTS = ("tool", "function", "functions", "ipython", "observation")
 """Names of roles in headers."""
+_ROLES = frozenset({*ANSWERING, *ASKING, *RESULTS})
+_WORD = re.compile(r"(?<![=\w.-])[\w-]+")
+"""Pattern of a word of a header; a recipient (``to=``) and a function's own name are no words."""
 _RESULT = "<tool_response>"
 """Tag at the beginning of a tool's result, where a template writes the result as a message of the user."""
 
@@ -38,12 +43,12 @@ class Message:
 
 
 def messages_of(
-    ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int]
+    ids: Sequence[int], read: Callable[[int, int], str], special: Mapping[int, str]
 ) -> list[Message]:
     """Return the messages of ``ids``, in order, without empty messages.
 
     ``read(start, stop)`` returns the text of these tokens; the function reads only headers and the first
-    words of contents.
+    words of contents.  ``special``: names of special tokens by id; a name may be the role (``<|user|>``).
     """
     marks = [i for i, token in enumerate(ids) if token in special]
     if not marks:
@@ -58,13 +63,10 @@ def messages_of(
         behind = bisect_left(marks, start)
         stop = marks[behind] if behind < len(marks) else len(ids)
         if stop > start:
-            header = read(mark, start)
-            answers, asks, results = (
-                any(role in header for role in roles) for roles in (ANSWERING, ASKING, RESULTS)
-            )
-            leads = not (found or answers or asks or results)
-            asks = asks and not read(start, min(stop, start + MAX_HEADER)).lstrip().startswith(_RESULT)
-            found.append(Message(start, stop, leads, answers, asks))
+            role = _role(ids, read, special, mark, start)
+            begins = read(start, min(stop, start + MAX_HEADER)).lstrip()
+            asks = role in ASKING and not begins.startswith(_RESULT)
+            found.append(Message(start, stop, not found and role is None, role in ANSWERING, asks))
     return found
 
 
@@ -82,6 +84,19 @@ def newest_of(messages: Sequence[Message]) -> int:
     return max(0, last)
 
 
+def _role(
+    ids: Sequence[int], read: Callable[[int, int], str], special: Mapping[int, str], start: int, stop: int
+) -> str | None:
+    """Return the first word that names a role in the header ``[start, stop)``."""
+    text = ""
+    for i in range(start, stop):
+        # The parts of a special token's name are words: <|START_OF_TURN_TOKEN|><|USER_TOKEN|>.
+        name = special.get(ids[i])
+        text += read(i, i + 1).lower() if name is None else f" {re.sub('[^a-z]+', ' ', name.lower())} "
+    words = (word for found in _WORD.findall(text) for word in (found, found.partition("_")[0]))
+    return next((word for word in words if word in _ROLES), None)
+
+
 def _header_stop(
     ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int], mark: int
 ) -> int:
@@ -89,9 +104,11 @@ def _header_stop(
     stop = at = mark + 1
     while at < len(ids) and at - stop < MAX_HEADER:
         if ids[at] in special:
+            if not _NAMES.fullmatch(read(stop, at)):
+                return stop
             stop = at + 1
         elif "\n" in read(at, at + 1):
-            if not _ROLE.fullmatch(read(stop, at + 1)):
+            if not _LINE.fullmatch(read(stop, at + 1)):
                 return stop
             stop = at + 1
             if stop == len(ids) or ids[stop] not in special:

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
@@ -18,8 +18,8 @@ import re2
 from .windows import LINE, SENTENCE
 
 _DOCUMENT = ("document", "doc", "source", "passage", "article", "file")
-PRESETS = {
-    "documents": "(?is)" + "|".join(rf"<{tag}\b[^<>]*>(?P<segment_{tag}>.*?)</{tag}>" for tag in _DOCUMENT),
+PRESETS: dict[str, str | tuple[str, ...]] = {
+    "documents": tuple(rf"(?is)<{tag}\b[^<>]*>(?P<segment>.*?)</{tag}>" for tag in _DOCUMENT),
     "rules": r"(?:\A|\n)(?:[ \t]*(?:[-=_*~#]{10,}|</?[A-Za-z][\w-]*[^<>\n]*>)[ \t]*(?:\n\s*|\z))+",
     "titles": r"(?i)(?:\A|\n)[ \t]*(?:"
     r"(?:context|documents|sources|passages|question|query)\b[^\n:]{0,40}:\s*"
@@ -32,9 +32,9 @@ PRESETS = {
     "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
     "json-lines": r"(?m)^\s*(?P<segment>\{\".{200,}\}),?\s*$",
 }
-"""Patterns by name.  A group ``segment`` (or ``segment_...``) matches a whole segment.  Other patterns mark
-where a piece may begin: at the first group that matches, or behind the match where no group matches.  In the
-latter case, the match is in no piece."""
+"""Patterns by name.  A tuple has patterns that are searched apart.  A group ``segment`` (or ``segment_...``)
+matches a whole segment.  Other patterns mark where a piece may begin: at the first group that matches, or
+behind the match where no group matches.  In the latter case, the match is in no piece."""
 
 _CLOSING = re.compile(r"(?:\s*</[\w-]+>)+\s*\Z")
 _LONGEST_CLOSING = 200
@@ -71,13 +71,27 @@ class Pattern(Protocol):
     def finditer(self, text: str, /) -> Iterable[Any]: ...
 
 
+class _OneOf:
+    """Patterns with a single group ``segment``, which are searched one after the other.  In an alternation, a
+    tag without its closing tag would let the search for every match read the text to its end."""
+
+    groupindex, groups = {"segment": 1}, 1
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._patterns = [re2.compile(pattern) for pattern in patterns]
+
+    def finditer(self, text: str, /) -> Iterator[Any]:
+        return chain.from_iterable(pattern.finditer(text) for pattern in self._patterns)
+
+
 def pattern(name: str) -> Pattern:
     """Compile the preset ``name``, or else ``name`` as a pattern.  Patterns match any text in linear time.
 
     Raises ``ValueError``, which names a text that is neither.
     """
     try:
-        return re2.compile(PRESETS.get(name, name))
+        preset = PRESETS.get(name, name)
+        return re2.compile(preset) if isinstance(preset, str) else _OneOf(preset)
     except re2.error as e:
         raise ValueError(f"{name!r}: expected one of {', '.join(PRESETS)}, or a pattern of RE2: {e}") from e
 

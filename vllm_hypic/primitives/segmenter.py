@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -57,18 +57,18 @@ def _inside(edge: Edge, segments: Sequence[tuple[int, int]]) -> bool:
 class Segmenter:
     """Finds the segments of one model's prompts; for use in one thread.
 
-    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: ids that
-    templates write around messages.  A piece has at least ``min_tokens``.  The user's last message, and each
-    message behind it, has no pieces if its length is at most ``newest_tokens``.  No piece contains the
-    question: the last ``query_tokens`` of the last message that the model did not write, unless a pattern
-    ends a piece there.  With ``query_tokens=0`` that message has no question.  No piece contains the
-    prompt's last token.
+    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: names of
+    the tokens that templates write around messages, by id.  A piece has at least ``min_tokens``.  The user's
+    last message, and each message behind it, has no pieces if its length is at most ``newest_tokens``.  No
+    piece contains the question: the last ``query_tokens`` of the last message that the model did not write,
+    unless a pattern ends a piece there.  With ``query_tokens=0`` that message has no question.  No piece
+    contains the prompt's last token.
     """
 
     def __init__(
         self,
         texts: Callable[[Sequence[int]], Sequence[str]],
-        special: Collection[int],
+        special: Mapping[int, str],
         patterns: Sequence[Pattern],
         *,
         min_tokens: int,
@@ -77,13 +77,13 @@ class Segmenter:
         newest_tokens: int,
         max_segments: int,
     ) -> None:
-        self._texts, self._special, self._patterns = texts, frozenset(special), patterns
+        self._texts, self._special, self._patterns = texts, special, patterns
         self._min, self._mean, self._query, self._most = min_tokens, mean_tokens, query_tokens, max_segments
         self._newest = newest_tokens
 
     def find(self, ids: Sequence[int], mode: str) -> Found:
         """Find segments of ``ids`` by ``mode`` (``text`` or ``cdc``), in time linear in their number."""
-        if len(ids) <= self._min + self._query:
+        if len(ids) <= self._min:
             return Found((), Counter())
         texts = self._texts(ids)
         messages = messages_of(ids, lambda start, stop: "".join(texts[start:stop]), self._special)

@@ -186,9 +186,16 @@ def _as_json(tool: Any, form: int, key: str | None) -> str:
     """Return ``tool``, or its field ``key``, as JSON of form ``form``; an empty text if it is no tool."""
     value = tool if key is None else tool.get(key) if isinstance(tool, Mapping) else None
     try:
-        return _written(msgspec.json.encode(value), form) if isinstance(value, Mapping) else ""
+        if not isinstance(value, Mapping):
+            return ""
+        encoded = msgspec.json.encode(value)
+        return (_written if len(encoded) <= _KEPT_BYTES else _written.__wrapped__)(encoded, form)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return ""  # values that JSON does not have, or that hold themselves
+
+
+_KEPT_BYTES = 1 << 14
+"""Length of the longest JSON text that is kept."""
 
 
 @lru_cache(maxsize=1024)
@@ -251,9 +258,11 @@ def _messages(messages: Sequence[Any], search: _Search, counts: Counter[str], le
     newest = max((i for i, role in enumerate(roles) if role == _ASKING), default=asking)
     for i, message in enumerate(messages):
         parts = _parts(message) if roles[i] is not None else []
+        said = [n for n, (text, _) in enumerate(parts, start=1) if text.strip()]
+        last, single = max(said, default=len(parts)), len(said) <= 1  # templates write nothing of empty parts
         for n, (text, marked) in enumerate(parts, start=1):
-            asks = i == asking and n == len(parts)
-            open_ended = not marked and roles[i] not in _RESULTS and (asks or len(parts) == 1)
+            asks = i == asking and n == last
+            open_ended = not marked and roles[i] not in _RESULTS and (asks or single)
             text = text.strip()
             if len(_bytes(text)) < least:
                 counts["short"] += not (open_ended and asks)

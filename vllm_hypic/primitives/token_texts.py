@@ -25,10 +25,12 @@ class Detokenizer(Protocol):
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
-def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids that templates write around messages, of a transformers tokenizer or its wrapper."""
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the ids that templates write around messages, with the tokens' names.  ``tokenizer``: that of
+    transformers, or its wrapper."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return {i for i, token in added if token.special}.union(tokenizer.all_special_ids)
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    return {i: str(token) for i, token in added if token.special} | dict(named)
 
 
 class TokenTexts:

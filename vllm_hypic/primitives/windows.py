@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -106,20 +106,21 @@ class SegmentWords:
 class Words:
     """Finds and keeps the words of token sequences; for use in one thread.
 
-    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: ids that
-    templates write around messages.  The object keeps the words of the segments used last, up to
-    ``max_segments`` and ``max_tokens`` in all (no longer segment is kept).  Kept words change no result.
+    ``texts`` returns the text of each token (:meth:`.token_texts.TokenTexts.of`); ``special``: names of
+    the tokens that templates write around messages, by id.  The object keeps the words of the segments used
+    last, up to ``max_segments`` and ``max_tokens`` in all (no longer segment is kept).  Kept words change no
+    result.
     """
 
     def __init__(
         self,
         texts: Callable[[Sequence[int]], Sequence[str]],
-        special: Collection[int] = (),
+        special: Mapping[int, str] | None = None,
         *,
         max_segments: int = KEPT_SEGMENTS,
         max_tokens: int = KEPT_TOKENS,
     ) -> None:
-        self._texts, self._special = texts, frozenset(special)
+        self._texts, self._special = texts, special or {}
         self._max_segments, self._max_tokens = max_segments, max_tokens
         self._kept: OrderedDict[tuple[int, ...], SegmentWords] = OrderedDict()
         self._tokens = 0

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from vllm_hypic.config.engine import SegmentingConfig
 from vllm_hypic.engine.segments import segmenter_of
-from vllm_hypic.primitives.token_texts import TokenTexts
+from vllm_hypic.primitives.token_texts import TokenTexts, special_tokens
 
 from .conftest import EXAMPLES, ORDER, QUESTION, RAG
 
@@ -21,8 +21,7 @@ class Prompts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.template = (EXAMPLES / "tools.jinja").read_text()
-        special = set(tokenizer.all_special_ids)
-        self.segmenter = segmenter_of(SegmentingConfig(), TokenTexts(tokenizer), special)
+        self.segmenter = segmenter_of(SegmentingConfig(), TokenTexts(tokenizer), special_tokens(tokenizer))
 
     def ids(self, body: dict[str, Any]) -> list[int]:
         text = body.get("prompt")

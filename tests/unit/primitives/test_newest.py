@@ -83,6 +83,17 @@ def test_what_a_chat_ends_with_is_in_no_segment(front_ends, mode: str, said: lis
         assert stop - 1 in where[of] and (of < last or len(where[of]) > newest)
 
 
+def test_an_empty_part_changes_no_segment(front_ends) -> None:
+    """Templates write nothing of it."""
+    front_end = front_ends[40]
+    said = "\n\n".join(prose(i, 90) for i in range(4))
+    found = []
+    for texts in ([said], ["", said], [said, ""]):
+        prompt = front_end.prompts([turn("user", parts(*texts))])[0]
+        found.append(front_end.asked(prompt["prompt_token_ids"], prompt, "structure").segments)
+    assert len(found[0]) > 1 and found[0] == found[1] == found[2]
+
+
 def test_results_of_tools_are_the_newest_also_where_a_template_shows_them_as_the_users(front_ends) -> None:
     front_end = front_ends[400]
     result = f"<tool_response>\n{prose('result', 60)}\n</tool_response>"

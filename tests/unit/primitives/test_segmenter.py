@@ -15,7 +15,7 @@ from vllm_hypic.primitives.places import CutPoint, local_minima, pattern
 from vllm_hypic.primitives.plan import PoolLimits, build_plan
 from vllm_hypic.primitives.policies import parse_link
 from vllm_hypic.primitives.segmenter import Segmenter
-from vllm_hypic.primitives.token_texts import TokenTexts
+from vllm_hypic.primitives.token_texts import TokenTexts, special_tokens
 
 from .conftest import CHAT_TEMPLATE, CHAT_TOKENS
 
@@ -39,7 +39,7 @@ class Chat:
         self.tokenizer.add_special_tokens({"extra_special_tokens": CHAT_TOKENS})
         self.tokenizer.chat_template = CHAT_TEMPLATE
         self.texts = TokenTexts(self.tokenizer).of
-        self.special = set(self.tokenizer.all_special_ids)
+        self.special = special_tokens(self.tokenizer)
         sizes = {"min_tokens": 32, "mean_tokens": 256, "query_tokens": 16, "newest_tokens": 0}
         options = sizes | {"max_segments": 64} | options
         self.segmenter = Segmenter(self.texts, self.special, [pattern(p) for p in patterns], **options)

@@ -105,7 +105,7 @@ class FrontEnd:
         return self.asked(ids, ours)
 
     @property
-    def special(self) -> set[int]:
+    def special(self) -> dict[int, str]:
         return self.finder._segments._vocabulary.special
 
     def asked(self, ids: list[int], prompt: Any, mode: str = "structure") -> Asked:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 from functools import lru_cache
@@ -18,6 +19,7 @@ from vllm.tokenizers.registry import get_tokenizer
 from vllm_hypic.cache_api.forms import Seal, id_form, own_seal
 from vllm_hypic.config.engine import TOKENIZER_MODE
 from vllm_hypic.engine.tokenizer import (
+    COPIED_BY_RAY,
     TOKENS_ENV,
     HypicTokenizer,
     publish_texts,
@@ -36,13 +38,14 @@ T = PrimitiveTexts()
 def clean_environment(monkeypatch):
     # publish_texts() writes the variable itself; monkeypatch restores what stood there before.
     monkeypatch.setenv(TOKENS_ENV, "")
+    monkeypatch.setenv(COPIED_BY_RAY, "MINE")
 
 
 def test_texts_come_from_the_environment(tokenizer_dirs, clean_environment):
     assert published_texts() == T
     texts = PrimitiveTexts(sep="<<PIC_SEP>>")
     publish_texts(texts)
-    assert published_texts() == texts
+    assert published_texts() == texts and os.environ[COPIED_BY_RAY] == f"MINE,{TOKENS_ENV}"
     # Not load(): it keeps what it made, and other tests want the usual texts.
     path = str(tokenizer_dirs["qwen"])
     tokenizer = get_tokenizer(path, tokenizer_mode=TOKENIZER_MODE, runner_type="generate")

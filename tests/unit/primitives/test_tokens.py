@@ -26,6 +26,7 @@ from .conftest import gpt2
 TEXTS = PrimitiveTexts()
 IDS = PrimitiveIds(sep=100, pdep=101, pad=102)
 prompt_ids = partial(build_prompt_ids, ids=IDS)
+dashed = partial(build_prompt, texts=PrimitiveTexts(sep="---"))
 
 short_texts = st.text(alphabet="ab<|>", min_size=1, max_size=3)
 
@@ -128,6 +129,7 @@ def test_build_prompt_ids():
         (prompt_ids, {"segments": [[-1]]}, ValueError, "segments[0][0]=-1"),
         (prompt_ids, {"segments": [[]]}, ValueError, "segments[0] is empty"),
         (prompt_ids, {"segments": [[1, 100]]}, ValueError, "is the id of sep"),
+        (dashed, {"segments": ["first -", "second"]}, ValueError, "segments[0] contains '---'"),
     ],
 )
 def test_builders_refuse_with_the_place(build, given, error, message):
@@ -157,8 +159,14 @@ def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("template", "begins"),
-    [(CHAT, "[user]\nOne page."), (None, "One page."), ("{{ messages[0]['content'] | upper }}", "One page.")],
-    ids=["chat", "none", "unusable"],
+    [
+        (CHAT, "[user]\nOne page."),
+        ("{{ strftime_now('%d %b %Y') }}" + CHAT, "01 Jan 2025[user]\nOne page."),
+        (None, "One page."),
+        ("{{ messages[0]['content'] | upper }}", "One page."),
+        ("{{ raise_exception('User role must provide content as an iterable') }}", "One page."),
+    ],
+    ids=["chat", "dated", "none", "unusable", "refusing"],
 )
 def test_it_begins_the_user_turn_or_the_prompt_and_ends_neither(template: str | None, begins: str) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=gpt2(False))
