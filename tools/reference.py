@@ -61,8 +61,9 @@ prefixes are records are not plain.
 | `vllm:external_prefix_cache_hits_total` | Tokens from records. |
 | `vllm:external_prefix_cache_queries_total` | Tokens of prompts that ask for records, without the hits of \
 vLLM's own cache; plain prompts only where another KV connector stands beside. |
-| `vllm:prompt_tokens_cached_by_source_total` | Reused tokens by place: `device` is the pool, `host` a tier \
-`memory`, `disk` a tier `disk`, `p2p` another server, `external_unspecified` any other tier. |
+| `vllm:prompt_tokens_cached_by_source_total` | Reused tokens by place: `device` is the pool \
+and vLLM's own cache, `host` a tier `memory` or the write queue, `disk` a tier `disk`, `p2p` another server, \
+`external_unspecified` any other tier. |
 """
 COMMANDS = """\
 # Commands

@@ -144,8 +144,8 @@ class HypicConfig(ConfigSection):
     """Tokens between two checkpoints of a record: a multiple of ``page_tokens``, or 0 for no checkpoints. A
     segment that begins like a cached segment is computed from the last checkpoint that both share."""
     checkpoints: Natural = 8
-    """Most checkpoints that a record keeps, in models with linear layers. Each checkpoint takes the room of a
-    state."""
+    """Most checkpoints that a record keeps, in models with linear layers, beside the last one and the one
+    where the record parts from an earlier segment. Each checkpoint takes the room of a state."""
     prefix: Annotated[Literal["stock", "sparse"], Allowed()] = "stock"
     """Cache for the prefixes of prompts without segments: ``stock`` is vLLM's own, ``sparse`` is the pool, in
     pages of ``page_tokens``."""

@@ -11,8 +11,8 @@ from ..primitives.segmenter import SEGMENT_MODES
 COUNTERS = {
     "requests": "Requests with segments or padding, or with a prefix that the pool records.",
     "segments_queried": "Segments that requests looked up in the pool.",
-    "segments_hit": "Segments found in the pool, in a tier, or in a computation under way.",
-    "segments_computed": "Segments that the engine computed; each takes one internal segment request.",
+    "segments_hit": "Segments found in the pool, in a tier or in a computation under way, or received.",
+    "segments_computed": "Segments, and prefixes with prefix=sparse, that the engine computed.",
     "segments_loaded": "Segments fetched from the store's tiers; segments_hit counts them, too.",
     "segments_received": "Segments received from other instances.",
     "segments_received_nixl": "Segments received from other instances over NIXL; the rest came over TCP.",
@@ -67,7 +67,7 @@ TIER_COUNTERS = {
 TIER_GAUGES = {
     "bytes_used": "Bytes that the tier holds; for Redis and LMCache the memory of the whole server.",
     "bytes_budget": "Byte budget of the tier; 0 means unknown or unlimited.",
-    "objects": "Records that the tier holds; 0 for a tier that cannot list them.",
+    "objects": "Records that the tier holds; 0 for redis, lmcache and a shared disk.",
     "up": "1 while the store uses the tier, 0 while the store bypasses the tier.",
 }
 TIER_HISTOGRAMS = {
