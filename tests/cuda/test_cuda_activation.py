@@ -200,7 +200,6 @@ REFUSED = [
     ("model.is_encoder_decoder", True, "encoder-decoder"),
     ("model.is_mm_prefix_lm", True, "bidirectional attention"),
     ("model.rswa_window", 64, "reference sliding window of 64 tokens"),
-    ("model.multimodal_config", SimpleNamespace(video_pruning_rate=0.5), "--video-pruning-rate"),
 ]
 SERVED: list[dict[str, object]] = [
     {},

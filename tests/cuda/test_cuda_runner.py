@@ -191,6 +191,8 @@ def test_a_decode_pass_ends_where_something_composes() -> None:
     assert begun([9, 8], HypicMetadata(streams={"ours": replace(PLAN, n_logical=20)})).decoding.shifts == 15
     capturing = HypicMetadata(captures={"plain": (CapturePlan(0, 4, 0, np.arange(4), None, leading=False),)})
     assert begun([10, 9], capturing).decoding is None
+    side._captures["plain"] = ()  # as `end_step` leaves a request whose captures have all run
+    assert begun([11, 10]).decoding is not None
 
 
 def test_while_vllm_starts_there_is_no_step() -> None:

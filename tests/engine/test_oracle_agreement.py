@@ -158,14 +158,6 @@ def test_planted_faults_are_seen(
     assert found.margin(noise) > 1.2, f"{fault}: {found}; noise {noise}"
 
 
-def test_dense_attention_model(module_engine: EngineFactory, attention_model: Path) -> None:
-    """A pure full-attention model runs through the same code, without a linear part."""
-    oracle = Oracle(attention_model)
-    with module_engine(attention_model, max_logprobs=-1) as engine:
-        noise, found = noise_of(engine, oracle), distance(composed_by(engine), expected_by(oracle))
-    assert found.largest <= NOISE_FACTOR * noise.largest, f"{found}; ordinary requests: {noise}"
-
-
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-3), ("float16", 0.06)])
 def test_other_dtypes(module_engine: EngineFactory, attention_model: Path, dtype: str, bound: float) -> None:
     """fp32 leaves no room for errors to hide in: the engine must be within rounding of the oracle."""

@@ -79,9 +79,6 @@ def _model(config: VllmConfig) -> Iterator[str]:
             "--enable-sleep-mode: sleep discards the pool while kept requests need it; drop the option, and "
             "pause with /pause or /sleep?level=0"
         )
-    multimodal = model.multimodal_config
-    if multimodal is not None and multimodal.video_pruning_rate:
-        yield "--video-pruning-rate is not supported, as pruning moves positions in a pass; drop the option"
 
 
 def _drafts(config: VllmConfig) -> Iterator[str]:

@@ -22,7 +22,7 @@ from ..pool.geometry import PoolGeometry, pool_geometry, quantised_dtype
 from ..pool.learned import LearnedRows
 from ..pool.tensors import DevicePool
 from ..primitives.context import LearnedContext, context_tokens
-from ..primitives.token_texts import TokenTexts, special_ids
+from ..primitives.token_texts import TokenTexts, special_tokens
 from ..primitives.tokens import PrimitiveIds, primitive_ids
 from ..primitives.windows import Words
 from ..store.build import build_store
@@ -82,7 +82,7 @@ def planning_texts_of(vllm_config: VllmConfig, config: HypicConfig) -> PlanningT
 
     def words() -> Words:
         tokenizer = _tokenizer(vllm_config)
-        return Words(TokenTexts(tokenizer).of, special_ids(tokenizer))
+        return Words(TokenTexts(tokenizer).of, special_tokens(tokenizer))
 
     return PlanningTexts(
         lambda: context_tokens(_tokenizer(vllm_config), config.text),
@@ -137,7 +137,11 @@ def _island_runs(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Isl
     # Blocks of hybrid models are larger, but passes end at multiples of that size.
     unit = math.gcd(unit, vllm_config.cache_config.block_size)
     scheduler = vllm_config.scheduler_config
-    limits = (scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold)
+    limits = (
+        scheduler.max_num_batched_tokens,
+        scheduler.max_num_scheduled_tokens or 0,
+        scheduler.long_prefill_token_threshold,
+    )
     return IslandRuns.for_engine(unit, min(limit for limit in limits if limit > 0))
 
 

@@ -90,7 +90,10 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
         from vllm.v1.request import RequestStatus
 
         assert self.scheduler is not None
-        completed = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        completed = request.status in (
+            *(RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED),
+            RequestStatus.FINISHED_REPETITION,
+        )
         left = completed or request.status is RequestStatus.FINISHED_ABORTED
         self.scheduler.finished(
             request.request_id, completed=completed, tokens=request.all_token_ids if left else ()

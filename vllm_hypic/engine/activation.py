@@ -62,6 +62,9 @@ def complete(config: VllmConfig) -> None:
     assert config.kv_transfer_config is not None and isinstance(config.additional_config, dict)
     if config.kv_transfer_config.kv_connector != CONNECTOR:
         config.kv_transfer_config = _with_ours(config.kv_transfer_config, config.additional_config[SECTION])
+        # The connector has the size.  vLLM would name its own connector again when it makes a draft model's
+        # configuration of this one.
+        config.cache_config.kv_offloading_size = None
     if config.parallel_config.enable_elastic_ep:
         raise ConfigError(
             "--attention-backend hypic: --enable-elastic-ep: running workers do not join the passes in which "
@@ -86,6 +89,17 @@ def complete(config: VllmConfig) -> None:
     if config.cache_config.kv_sharing_fast_prefill:
         raise ConfigError(
             "--attention-backend hypic: --kv-sharing-fast-prefill skips rows of segments; drop the flag"
+        )
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None and multimodal.video_pruning_rate:
+        raise ConfigError(
+            "--attention-backend hypic: --video-pruning-rate is not supported, as pruning moves positions in "
+            "a pass; drop the option"
+        )
+    if config.model_config.enable_prompt_embeds and config_of(config).token_texts.literal:
+        raise ConfigError(
+            "--attention-backend hypic: --enable-prompt-embeds adds a token that texts must not spell while "
+            "token_texts.literal is set: drop one of them"
         )
     _refuse_executors(config.parallel_config)
     _refuse_on_cuda(config)

@@ -37,6 +37,7 @@ from ..config.engine import TOKENIZER_MODE
 from ..primitives.tokens import NO_TOKENIZER, Marker, PrimitiveIds, PrimitiveTexts, split_ids, split_text
 
 TOKENS_ENV = "HYPIC_TOKENS"
+COPIED_BY_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """Environment variable with the primitives' text forms as JSON, read when a tokenizer is loaded.
 
 vLLM passes no plugin data to a tokenizer, and loads tokenizers in several processes, which share only the
@@ -81,6 +82,9 @@ def publish_texts(texts: PrimitiveTexts) -> None:
     """Make ``texts`` the text forms for tokenizers loaded from now on, here and in child processes."""
     if os.environ.get(TOKENS_ENV) != texts.to_json():
         os.environ[TOKENS_ENV] = texts.to_json()
+        copied = [name for name in os.environ.get(COPIED_BY_RAY, "").split(",") if name]
+        if TOKENS_ENV not in copied:
+            os.environ[COPIED_BY_RAY] = ",".join([*copied, TOKENS_ENV])
         # vLLM's cache is keyed by a tokenizer's arguments only, and would return tokenizers with old texts.
         cached_get_tokenizer.cache_clear()
 

@@ -220,13 +220,17 @@ class HypicWorker(WorkerBase):
         return 0
 
     def hypic_weights_changed(self) -> None:
-        """Tell the linear layers that weights may have changed.
+        """Tell the layers that weights, and with them the scales of a quantised KV cache, may have changed.
         ``patches/engine_calls.py`` calls this method on every worker."""
+        from ..backends.attention.base import PublicAttention
         from ..backends.linear.base import LinearLayer
 
         for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            attention = getattr(layer, "impl", None)
             if isinstance(layer, LinearLayer):
                 layer.weights_changed()
+            elif isinstance(attention, PublicAttention) and attention.has_quantised_cache():
+                attention.rescale(layer)
 
     def hypic_calls(self) -> dict[str, int]:
         """Return how often each of the plugin's operators ran; for ``collective_rpc``."""

@@ -154,6 +154,20 @@ def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied(world: Wor
     world._check_stored()
 
 
+def test_a_record_that_is_saved_again_while_it_is_copied(world: World) -> None:
+    """The copy under way is this record; a second reservation would take room in the queue for ever."""
+    world.ask([0])
+    link: Any = world.worker.links[0]
+    while not link._copying:
+        world.step()
+    ((save, first),) = link._copying.values()
+    link.submit(save)
+    link.advance()
+    assert [reservation for _, reservation in link._copying.values()] == [first]
+    world.finish()
+    assert len(world.objects) == 1 and link.store.stats().queued_bytes == 0
+
+
 def test_blocks_are_bounded_and_counted() -> None:
     blocks = staging.HostBlocks(2, 128, pinned=False)
     first, second = blocks.take(), blocks.take()

@@ -105,6 +105,19 @@ def test_there_and_back(leading: bool) -> None:
         assert torch.equal(found, part)
 
 
+def test_a_checkpoint_of_a_worker_without_states_is_its_header() -> None:
+    pool = DevicePool(PoolGeometry((ATTENTION,), (), 16, 128, 4, 0), DEVICE)
+    mover = StagedMover(pool, LateDevice(0), PoisonedBlocks(12, 100_000))
+    codec = RecordCodec(pool, Namespace.from_config({}), RankPart(), mover)
+    base = StoredBase((SegmentKey("ab" * 32),), COLUMNS)
+    place = RecordPlace(1, SegmentKey("cd" * 32), 1, SLOTS[:COLUMNS], False, 1, 1.0, base)
+    header = codec.header(place)
+    buffer, filled = aligned_buffer(record_nbytes(header)), list[str]()
+    mover.write(place, header, buffer, filled.append, seal_record)
+    mover.drain()
+    assert filled == [""] and codec.incoming(replace(place, base=None)).read(buffer) is Verdict.TAKEN
+
+
 @pytest.mark.parametrize("leading", [True, False], ids=["prefix", "segment"])
 def test_a_record_with_checkpoints_there_and_back(leading: bool) -> None:
     """A checkpoint is stored as its states, what grew out of the record with the columns behind those."""

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from vllm_hypic.connector.orders import PushRecord, SaveRecord
 from vllm_hypic.connector.scheduler.connector import PassStart, SchedulerConnector
 from vllm_hypic.connector.scheduler.entries import Lookup
 from vllm_hypic.connector.scheduler.planning import PlanRequest
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.pool.plans import CapturePlan
-from vllm_hypic.primitives.keys import SegmentKey
+from vllm_hypic.primitives.keys import Role, SegmentKey
 
 from .test_scheduler_store import IDS, QUERY, STORE, compute, end, fetched, say, step
 from .test_scheduler_store import side as store_side
@@ -239,6 +240,29 @@ def test_a_context_is_held_until_the_segment_behind_it_ends() -> None:
     for first in (LEAD[0], DOCUMENT[0]):
         end(on, found[first])
     assert on.directory.pinned == 0
+
+
+def test_a_record_that_left_before_its_order_went_out_is_not_copied() -> None:
+    """By the time of the copy, another record may be in its place."""
+    on = side()
+    found = started(on)
+    end(on, *found.values())
+    on.finished("r", completed=False)
+    step(on)
+    gone, stays = on.directory.resident()[:2]
+    for entry in (gone, stays):
+        on._orders.submit(SaveRecord(on._view.place(entry, Role.INTERIOR)))
+        on._orders.submit(PushRecord(entry.serial, on._view.place(entry, Role.INTERIOR), "tcp://there", 1.0))
+    on.directory.discard(gone.key)
+    orders = [order for order in step(on) if isinstance(order, SaveRecord | PushRecord)]
+    assert [order.place.key for order in orders] == [stays.key, stays.key]
+
+
+def test_requests_wait_for_segment_requests() -> None:
+    on = side()
+    found = started(on)
+    names = [job.request_id for job in found.values()]
+    assert on.waiting_for(names) == {"r"} and on.waiting_for(["r", "nobody"]) == set()
 
 
 def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:

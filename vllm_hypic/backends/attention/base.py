@@ -94,6 +94,9 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
     def has_quantised_cache(self) -> bool:
         raise NotImplementedError
 
+    def rescale(self, layer: Any) -> None:
+        """Read a quantised cache with the scales that ``layer`` has now, as vLLM's own kernels do."""
+
     short = 0
     """Most tokens in vLLM's cache with which a request that decodes is served without the stock kernel."""
     serves_soft_caps = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,11 @@ class HypicCPUAttentionImpl(PublicAttention[CPUAttentionLink], CPUAttentionBacke
             ops,
             QuantisedCache.of(layer, self.kv_cache_dtype, dtype),
         )
+
+    def rescale(self, layer: Any) -> None:
+        if self.link is not None:
+            quantised = QuantisedCache.of(layer, self.kv_cache_dtype, layer.dtype)
+            self.link = replace(self.link, quantised=quantised)
 
     def window(self) -> int | None:
         return None if self.sliding_window == -1 else self.sliding_window

@@ -8,7 +8,7 @@ that records serve.  Triton therefore also computes the private part of rows tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -134,6 +134,10 @@ class HypicCUDAAttentionImpl(PublicAttention[CUDAAttentionLink], FlashAttentionI
         )
         scales = Scales.of(layer) if self.has_quantised_cache() else None
         self.link = CUDAAttentionLink(link.runtime, link.public, link.rope, operators, scales)
+
+    def rescale(self, layer: Any) -> None:
+        if self.link is not None:
+            self.link = replace(self.link, scales=Scales.of(layer))
 
     def window(self) -> int | None:
         return None if self.sliding_window == (-1, -1) else self.sliding_window[0] + 1

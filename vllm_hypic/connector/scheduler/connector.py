@@ -23,7 +23,7 @@ from ...primitives.tokens import PrimitiveIds
 from ...segment_parallel.description import Description
 from ...store.totals import append_stats
 from ..metadata import HypicMetadata, WorkerReport
-from ..orders import OUTDATED, OrderQueue
+from ..orders import OUTDATED, Order, OrderQueue, PushRecord, SaveRecord
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
 from .delta_records import DeltaRecords
@@ -246,6 +246,12 @@ class SchedulerConnector:
     def is_internal(self, request_id: str) -> bool:
         return request_id in self.segment_requests
 
+    def waiting_for(self, request_ids: Iterable[str]) -> set[str]:
+        """Return the requests that hold the records of these segment requests: they end with the same error,
+        as their segments can never be computed."""
+        works = filter(None, map(self.segment_requests.work_of, request_ids))
+        return {composed.request_id for work in works for composed in self.admission.holders(work.entry)}
+
     def is_private(self, request_id: str) -> bool:
         """Whether a request never runs, or its tokens in vLLM begin no prompt (a stream, a segment)."""
         composed = request_id in self.admission.requests
@@ -369,7 +375,14 @@ class SchedulerConnector:
         metadata.dropped_slots, metadata.taken_slots = self.directory.slots.take_news()
         self.delta_records.order_checkpoints()
         self.retention.order_late_deletes()
-        metadata.orders = self._orders.take()
+        metadata.orders = [order for order in self._orders.take() if not self._has_left(order)]
+
+    def _has_left(self, order: Order) -> bool:
+        """Whether the order copies a record that has left the pool since the order came up.  By the time of
+        the copy, another record may be in its place."""
+        if not isinstance(order, SaveRecord | PushRecord):
+            return False
+        return self.directory.of_serial(order.place.serial) is None
 
     def introduce(self, metadata: HypicMetadata, request_id: str, *, with_prompt: bool) -> None:
         """Put the plans of a request about to run into ``metadata``; see :class:`.RequestViews`."""

@@ -206,7 +206,7 @@ class WorkerConnector:
     ) -> Decoding | None:
         """Return the coming pass as decoding if all its requests generate one token and none captures; else
         ``None``.  While the same requests continue, the last pass's object is reused."""
-        if not self._streams or self._captures or not (scheduled == 1).all():
+        if not self._streams or any(self._captures.values()) or not (scheduled == 1).all():
             self._decoding = None
         elif self._decoding is None or not self._decoding.goes_on(request_ids, computed):
             found = [(i, self._streams.get(request_id)) for i, request_id in enumerate(request_ids)]

@@ -89,7 +89,8 @@ class StoreLink(RecordLink):
             case FetchRecord():
                 self._fetch(order)
             case SaveRecord(place):
-                self._unsaved[place.serial] = order
+                if place.serial not in self._copying:  # else this record is on its way
+                    self._unsaved[place.serial] = order
             case StoreOrder():
                 self._obey(order)
             case ClearCaches():

@@ -114,7 +114,7 @@ def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.IntRange(8, 100_000),
     default=96,
     show_default=True,
-    help="Most prompts of each set of tasks.",
+    help="Prompts of each set of tasks, rounded up to equally many of each family.",
 )
 @click.option(
     "--seed",

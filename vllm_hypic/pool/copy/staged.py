@@ -88,6 +88,11 @@ class StagedMover:
                 if layer.blocks:
                     views[f"{layer.layer}.live"][:] = row != NO_BLOCK
         chunks = divided(self._tables.strips(place, blocks), self._blocks.nbytes)
+        if not chunks:  # a checkpoint in a worker without states: the record is its header
+            if finish is not None:
+                finish(buffer)
+            then("")
+            return
         departure = _OutgoingCopy(
             place, views, deque(chunks), then, partial(finish, buffer) if finish else None
         )
