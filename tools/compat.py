@@ -23,6 +23,7 @@ from pathlib import Path
 
 import click
 from packaging.requirements import Requirement
+from packaging.version import Version
 from vllm_seams import Change, Sources, changes, seams
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ def fetch(version: str | None) -> Path:
     name = "vllm" if version is None else f"vllm=={version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     subprocess.run([*command, "--dest", str(WHEELS), name], check=True)
-    return max(WHEELS.glob("vllm-*.whl"), key=lambda wheel: wheel.stat().st_mtime)
+    return max(WHEELS.glob("vllm-*.whl"), key=lambda wheel: Version(wheel.name.split("-")[1]))
 
 
 def overlay(wheel: Path) -> Path:

@@ -49,24 +49,30 @@ GROUPS = {
         ("csrc", "vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear"),
     ),
     "compiled engines": Group(
-        ("tests/engine/test_compiled.py",), ("tests/engine", *_rooms("backends engine models patches pool"))
+        ("tests/engine/test_compiled.py",),
+        ("tests/engine", *_rooms("backends config connector engine models patches pool primitives")),
     ),
     "several API servers": Group(
         ("tests/server/api/test_several_api_servers.py",),
-        ("tests/server/api", *_rooms("cache_api engine patches")),
+        ("tests/server/api", *_rooms("cache_api config connector engine patches primitives")),
     ),
     "triton": Group(
         ("tests/cuda/triton",), ("vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear")
+    ),
+    "copies": Group(
+        ("tests/cuda/moving",),
+        _rooms("backends config connector errors.py pool primitives segment_parallel store"),
     ),
     "cuda": Group(
         ("tests/cuda",),
         (
             *("tests/engine/engines.py", "tests/engine/test_audio.py", "tests/engine/test_images.py"),
+            *("tests/engine/tiny_audio.py", "tests/engine/tiny_vision.py"),
             *("tests/unit/backends", "tests/unit/linear"),
             *_rooms("backends engine models patches pool"),
         ),
     ),
-    "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", *_rooms("eval harness tune"))),
+    "benchmarks": Group(("tests/tools/benchmarks",), ("benchmarks", *_rooms("eval harness store tune"))),
     "evaluation": Group(
         (
             *(f"tests/unit/{name}" for name in ("eval", "harness", "suggest", "tune")),

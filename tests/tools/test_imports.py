@@ -33,6 +33,7 @@ def modules_in(pattern: str) -> list[str]:
 
 
 BOOKS = ["vllm_hypic.connector.scheduler.directory", "vllm_hypic.config.engine"]
+SEGMENTS_BY_ID = [f"vllm_hypic.cache_api.{name}" for name in ("client", "command", "expand", "handler")]
 THREE = ("torch", "vllm", "transformers")
 COMMANDS = ("numpy", "vllm_hypic.eval.gate.command", "vllm_hypic.segment_parallel.router")
 
@@ -47,10 +48,15 @@ COMMANDS = ("numpy", "vllm_hypic.eval.gate.command", "vllm_hypic.segment_paralle
         (modules_in("store/**/*.py"), 21, THREE),
         # A router runs where neither is installed.
         (modules_in("segment_parallel/**/*.py"), 11, THREE),
+        (modules_in("segment_parallel/router/*.py"), 15, (*THREE, "numpy", "vllm_hypic.connector")),
+        (SEGMENTS_BY_ID, 4, ("torch", "vllm")),
         (["vllm_hypic"], 1, ("torch", "vllm", "vllm_hypic.patches")),
         (["vllm_hypic.cli"], 1, COMMANDS),
     ],
-    ids=["primitives", "books-and-options", "gate", "store", "segment-parallelism", "package", "commands"],
+    ids=[
+        *("primitives", "books-and-options", "gate", "store", "segment-parallelism", "router", "ids"),
+        *("package", "commands"),
+    ],
 )
 def test_modules_load_no_more_than_they_need(names: list[str], least: int, absent: tuple[str, ...]) -> None:
     assert len(names) >= least

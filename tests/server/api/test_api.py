@@ -167,7 +167,7 @@ def test_tenants_with_different_salts_share_nothing(client, question):
     assert after["segments_hit"] - before["segments_hit"] == DOCUMENTS
 
 
-def test_the_next_turn_of_a_chat_reuses_documents_and_stream(client, question):
+def test_the_next_turn_of_a_chat_reuses_documents(client, question):
     q = question(115)
     turn = [*q.messages(), {"role": "assistant", "content": text(client.chat(q.messages()))}]
     second = client.chat([*turn, {"role": "user", "content": q.question}])

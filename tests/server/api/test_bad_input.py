@@ -5,7 +5,7 @@ The ``server`` fixture checks after every test that it answers and that nothing 
 
 import pytest
 
-from .conftest import DOCUMENT_TOKENS, MAX_MODEL_LEN, POOL_SEGMENTS, REUSED, SEAM, cached, outcome, text
+from .conftest import DOCUMENT_TOKENS, POOL_SEGMENTS, REUSED, SEAM, cached, outcome, text
 
 SEP, PAD, PDEP = "<|hypic_sep|>", "<|hypic_pad|>", "<|hypic_pdep|>"
 SEGMENT = " ".join(f"w{i * i % 96}" for i in range(DOCUMENT_TOKENS))
@@ -99,11 +99,3 @@ def test_more_than_the_pool_holds(client):
     assert client.counts()["tokens_reused"] - before["tokens_reused"] == POOL_SEGMENTS * 32
     long = " ".join(f"w{i * i % 89}" for i in range(12000))
     assert client.complete(SEP.join(["<bos>", long, SEGMENT, "w1"]))["usage"]["completion_tokens"] > 0
-
-
-def test_output_stops_at_the_logical_length(client):
-    long = " ".join(f"w{i * 7 % 89}" for i in range((MAX_MODEL_LEN - 30) // 3))
-    messages = [{"role": "user", "content": SEP.join(["<bos>", long, long + " w1", long + " w2", "w3"])}]
-    usage = client.chat(messages, max_tokens=None, ignore_eos=True)["usage"]
-    # Separators count in prompt_tokens and take no position.
-    assert 0 < usage["completion_tokens"] <= MAX_MODEL_LEN - (usage["prompt_tokens"] - 4)

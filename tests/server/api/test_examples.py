@@ -5,12 +5,10 @@ A server ends with the program that started it.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks.lib.client import Answer
@@ -108,27 +106,6 @@ def test_the_verdict_can_fail_and_orders_differ():
     assert single.check(results(["x"], 0), results(["x"], 0), results(["x"], 5))
     assert len(set(single.orders(3, 8))) == single.ORDERS
     assert single.orders(0, 1) == [(0,)] * single.ORDERS
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-def test_a_killed_owner_takes_its_server_along(tmp_path):
-    """SIGKILL leaves the owner no chance to clean up."""
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom benchmarks.lib.serving import Server\n"
-        "options = ('--enforce-eager', '--kv-cache-memory-bytes', '64M')\n"
-        f"log = Path({str(tmp_path / 'log')!r})\n"
-        f"server = Server({str(single.EXAMPLE / 'model')!r}, *options, log=log)\n"
-        "with server:\n    print(*[p.pid for p in server.processes()], flush=True)\n    sys.stdin.read()\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    owner = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **ENV}, **pipes)
-    processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-    assert len(processes) >= 3  # API server, engine core, worker
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    _, left = psutil.wait_procs(processes, timeout=60)
-    assert not left
 
 
 @pytest.mark.slow

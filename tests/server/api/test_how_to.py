@@ -104,7 +104,9 @@ def test_tenants_are_kept_apart(serve: Serve, question: Ask) -> None:
     assert [cached(client.complete(**body, cache_salt=s)) for s in tenants] == [0, 0, 0, REUSED]
     made = post(server, SEGMENTS, {"text": q.documents[0], "cache_salt": salt}).json()
     for other, ids in ((salt, [made["id"]]), ("another", [])):
-        listed = httpx.get(server.url + SEGMENTS, headers={"X-Cache-Salt": other}).json()["segments"]
+        listed = httpx.get(server.url + SEGMENTS, headers={"X-Cache-Salt": other}, timeout=BOUND_S).json()[
+            "segments"
+        ]
         assert [segment["id"] for segment in listed] == ids
     assert post(server, SEGMENTS, {"text": q.documents[0], "pinned": True}).status_code == 409
 
@@ -122,7 +124,8 @@ def test_segments_are_compiled_and_explained(serve: Serve) -> None:
     made, lives, prompt = printed("python client.py", HERE).strip().split(" ", 2)
     shell = f"export HYPIC_URL={server.url}\n"
     assert f"<|hypic_segment:{made}|>" in prompt and made in printed(shell + page["compile"], HERE)
-    found = httpx.get(f"{server.url}{SEGMENTS}/{made}", headers={"X-Cache-Salt": tenant}).json()
+    headers = {"X-Cache-Salt": tenant}
+    found = httpx.get(f"{server.url}{SEGMENTS}/{made}", headers=headers, timeout=BOUND_S).json()
     assert 86400 <= float(lives) <= found["expires"] - found["created"] < 86400 + BOUND_S
     body = {"prompt": prompt, "cache_salt": tenant}
     Path("request.json").write_text(json.dumps(body))

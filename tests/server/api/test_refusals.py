@@ -139,6 +139,8 @@ def test_other_connectors_stand_behind_ours(case):
     consumes = "NixlConnector" in others
     assert transfer.kv_role == ("kv_consumer" if consumes else "kv_both")
     assert found[0]["kv_role"] == transfer.kv_role
+    config._post_init_kv_transfer_config()  # as vLLM does again for the configuration of a draft model
+    assert config.kv_transfer_config.kv_connector == "MultiConnector"
     connector = KVConnectorFactory.get_connector_class(transfer)
     assert issubclass(connector, MultiConnector) and KVConnectorFactory.supports_hma_config(transfer)
 
@@ -148,6 +150,18 @@ def test_workers_are_not_added_while_others_serve():
     config.parallel_config.enable_elastic_ep = True
     with pytest.raises(ConfigError, match="--enable-elastic-ep: running workers do not join"):
         complete(config)
+
+
+def test_pruned_videos_are_refused_on_every_platform():
+    config = arguments().create_engine_config()
+    config.model_config.multimodal_config = SimpleNamespace(video_pruning_rate=0.5)
+    with pytest.raises(ConfigError, match="--video-pruning-rate is not supported"):
+        complete(config)
+
+
+def test_prompt_embeds_are_refused_beside_literal_texts():
+    with pytest.raises(ConfigError, match="--enable-prompt-embeds adds a token"):
+        arguments(enable_prompt_embeds=True, **hypic(token_texts={"literal": True})).create_engine_config()
 
 
 def test_the_front_end_is_vllms_python_one(monkeypatch):

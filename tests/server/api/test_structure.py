@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from tokenizers import pre_tokenizers
 from benchmarks.lib.serving import Server
 from vllm_hypic.connector.stats import MODE_COUNTERS, MODES
 
-from .conftest import answered, byte_model, run_script
+from .conftest import answered
 from .test_segments import ask, cached, document, ids
 
 CUT = {"hypic_segment_mode": "structure"}
@@ -255,34 +254,3 @@ def test_requests_at_the_same_time_have_their_own_structure(byte_server: Server)
     assert [ids(answer) for answer in together] == [ids(answer) for answer in alone]
     assert [cached(answer) for answer in together] == [cached(answer) for answer in alone]
     assert min(map(cached, alone)) > 0
-
-
-SCRIPT = """
-import json, sys
-
-from vllm import LLM, SamplingParams
-
-from api.test_structure import QUESTION, part, tool
-
-if __name__ == "__main__":
-    model, template = sys.argv[1:]
-    llm = LLM(
-        model, attention_backend="hypic", enforce_eager=True, max_model_len=4096, kv_cache_memory_bytes=2**27,
-        additional_config={"hypic": {"segment": {"mode": "structure"}}}, chat_template=template,
-    )
-    params, tools = SamplingParams(temperature=0, max_tokens=4), [tool(("llm", i)) for i in range(4)]
-    found = []
-    for ordered in (tools, tools[::-1]):
-        found += llm.chat([[QUESTION], [QUESTION]], params, tools=ordered, use_tqdm=False)
-    print(json.dumps([output.num_cached_tokens for output in found]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.engine
-def test_tools_of_a_process_of_its_own(tmp_path: Path) -> None:
-    script, template = tmp_path / "script.py", byte_model(tmp_path)
-    script.write_text(SCRIPT)
-    tokens = sum(len(json.dumps(tool(("llm", i)))) for i in range(4))
-    _, *warm = json.loads(run_script(script, tmp_path / "model", template)[-1])
-    assert len(warm) == 3 and min(warm[1:]) >= tokens - 4 * SEAMS

@@ -310,7 +310,7 @@ class TestServer:
         url, headers = f"{server.url}/v1/completions", {"Content-Type": "application/json"}
         escaped = '{"prompt": "\\u003c|hypic_segment:nobody|>", "max_tokens": 1}'
         for damaged in ("{", "[]", '{"prompt": "\\u003c"', '"<|hypic_segment:x|>"', escaped):
-            response = httpx.post(url, content=damaged, headers=headers)
+            response = httpx.post(url, content=damaged, headers=headers, timeout=120)
             assert response.status_code == (404 if damaged == escaped else 400), response.text
         assert "nobody" in response.text
 
@@ -442,7 +442,8 @@ class TestSecondServer:
             for call, *of in (*named, *plain, (locked.compile, "w1"), (locked.explain, {"prompt": "w1"})):
                 with pytest.raises(NotAuthorized):
                     call(*of)
-            page = [httpx.get(locked_server.url + path) for path in ("/v1/hypic/explain", "/hypic/explain")]
+            paths = ("/v1/hypic/explain", "/hypic/explain")
+            page = [httpx.get(locked_server.url + path, timeout=120) for path in paths]
             assert [answer.status_code for answer in page] == [401, 200]
             headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
             refused = post(locked_server, {"prompt": id_form("x")}, headers=headers)
