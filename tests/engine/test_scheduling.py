@@ -250,6 +250,27 @@ def test_killed_segment_request_is_started_again(tight: Engine) -> None:
     assert answer.logprobs == expected.logprobs
 
 
+def refuse_segment(llm: Any, ask: Ask) -> tuple[str | None, bool]:
+    """Start ``ask`` and have its segment request refused, as vLLM does for an image that its encoder's cache
+    has in another size.  Return why the request ended, and whether a segment request is left."""
+    name = begin(llm, "refused", ask)
+    refused = False
+    while True:
+        for output in llm.llm_engine.step():
+            if output.finished:
+                scheduler = scheduler_of(llm)
+                left = any(scheduler.hypic.is_internal(r) for r in scheduler.requests)
+                return output.outputs[0].finish_reason, left or name in scheduler.requests
+        if not refused and (under_way := segments_under_way(llm)):
+            scheduler_of(llm).encoder_cache_mismatch_reqs.add(under_way[0].request_id)
+            refused = True
+
+
+def test_a_request_ends_with_the_error_of_its_segment(tight: Engine) -> None:
+    tight.reset()
+    assert tight.call(refuse_segment, composed(LONG), timeout=60.0) == ("error", False)
+
+
 def start_and_reset(llm: Any, ask: Ask) -> Any:
     """Reset the pool while a request holds records; returns its answer."""
     begin(llm, "held", ask)

@@ -93,11 +93,11 @@ def _checked_text(name: str, text: str, control: Control) -> str:
     if control.literal:
         return text
     texts = control.config.token_texts
-    for role, marker in texts.items():
-        if 0 <= (text + texts.sep).find(marker) < len(text):
-            raise HTTPException(
-                400, f"{name} contains {marker!r}, the text of {role}, or ends with its beginning: remove it"
-            )
+    if (marker := texts.beginning_in(text, texts.sep)) is not None:
+        raise HTTPException(
+            400,
+            f"{name} contains {marker[1]!r}, the text of {marker[0]}, or ends with its beginning: remove it",
+        )
     if (found := ID_FORM.search(text)) is not None:
         raise HTTPException(400, f"{name} contains the segment id {found[1]!r}: remove it")
     return text

@@ -91,7 +91,8 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
         assert self.scheduler is not None
         completed = request.status in (
-            *(RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED),
+            RequestStatus.FINISHED_STOPPED,
+            RequestStatus.FINISHED_LENGTH_CAPPED,
             RequestStatus.FINISHED_REPETITION,
         )
         left = completed or request.status is RequestStatus.FINISHED_ABORTED

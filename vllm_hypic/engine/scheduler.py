@@ -429,7 +429,8 @@ class _HypicMixin(Scheduler):
         prompts = model_runner_output.prompt_logprobs_dict
         for request_id, stream in prompts.items():
             prompts[request_id] = self._prompt_logprobs.of_prompt(request_id, stream)
-        self.encoder_cache_mismatch_reqs |= self.hypic.waiting_for(self.encoder_cache_mismatch_reqs)
+        # With a segment request, the requests that need its record end: the segment cannot be computed.
+        self.encoder_cache_mismatch_reqs |= self.hypic.requesters_of(self.encoder_cache_mismatch_reqs)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for core_outputs in outputs.values():
             core_outputs.outputs = [o for o in core_outputs.outputs if o.request_id not in internal]

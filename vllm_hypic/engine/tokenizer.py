@@ -82,9 +82,8 @@ def publish_texts(texts: PrimitiveTexts) -> None:
     """Make ``texts`` the text forms for tokenizers loaded from now on, here and in child processes."""
     if os.environ.get(TOKENS_ENV) != texts.to_json():
         os.environ[TOKENS_ENV] = texts.to_json()
-        copied = [name for name in os.environ.get(COPIED_BY_RAY, "").split(",") if name]
-        if TOKENS_ENV not in copied:
-            os.environ[COPIED_BY_RAY] = ",".join([*copied, TOKENS_ENV])
+        copied = filter(None, os.environ.get(COPIED_BY_RAY, "").split(","))
+        os.environ[COPIED_BY_RAY] = ",".join(dict.fromkeys((*copied, TOKENS_ENV)))
         # vLLM's cache is keyed by a tokenizer's arguments only, and would return tokenizers with old texts.
         cached_get_tokenizer.cache_clear()
 

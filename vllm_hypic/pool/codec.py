@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ..primitives.keys import Namespace, SegmentKey
-from ..store.protocol import ObjectName, Reader, Verdict, object_name
-from ..store.record import Expected, Fault, RecordHeader, Section, SectionLimit, open_record
+from ..store.protocol import ObjectName, Reader, object_name
+from ..store.record import Expected, RecordHeader, Section, SectionLimit
 from .copy.base import RecordMover
 from .incoming import IncomingRecord
 from .plans import RecordPlace
@@ -91,19 +91,8 @@ class RecordCodec:
         The pool must have reserved ``place`` and offered it transition blocks.  The function takes only
         objects that are sound as a whole.  After a take, the caller must have the mover settle or discard it.
         """
-        take = self.mover.intake(place)
-
-        def read(data: memoryview) -> Verdict:
-            record = open_record(data, expected)
-            if isinstance(record, Fault):
-                return record.verdict
-            sections = {name: np.frombuffer(view, np.uint8) for name, view in record.sections.items()}
-            if not place.leading and not self._live_heads_agree(sections):
-                return Verdict.DAMAGED
-            take(sections)
-            return Verdict.TAKEN
-
-        return read
+        attention = [s.name for s in self._attention_sections(place)]
+        return IncomingRecord(expected, attention, self._live_heads_agree, self.mover.intake(place)).read
 
     def _live_heads_agree(self, sections: dict[str, np.ndarray]) -> bool:
         """Whether ``sections`` have one transition for every head that is marked as live."""

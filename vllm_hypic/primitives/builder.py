@@ -86,15 +86,14 @@ def build_prompt_ids(
 
 
 def _checked_text(name: str, text: str, texts: PrimitiveTexts, behind: str = "") -> str:
-    """Return ``text`` if no primitive begins in it, also none that ends in the text ``behind`` it."""
+    """Return ``text``, which the text ``behind`` follows, if no primitive begins in ``text``."""
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected text (str), got {type(text).__name__}")
-    for role, marker in texts.items():
-        if 0 <= (text + behind).find(marker) < len(text):
-            raise ValueError(
-                f"{name} contains {marker!r}, the text of {role}, or ends with its beginning: "
-                "remove it from the text, or set another text in token_texts"
-            )
+    if (found := texts.beginning_in(text, behind)) is not None:
+        raise ValueError(
+            f"{name} contains {found[1]!r}, the text of {found[0]}, or ends with its beginning: "
+            "remove it from the text, or set another text in token_texts"
+        )
     return text
 
 

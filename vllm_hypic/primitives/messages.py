@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 MAX_HEADER = 16
@@ -98,7 +98,7 @@ def _role(
 
 
 def _header_stop(
-    ids: Sequence[int], read: Callable[[int, int], str], special: Collection[int], mark: int
+    ids: Sequence[int], read: Callable[[int, int], str], special: Mapping[int, str], mark: int
 ) -> int:
     """Return the index of the token behind the header that begins with the special token ``mark``."""
     stop = at = mark + 1

@@ -29,6 +29,8 @@ _TELLING = 16
 """Least length, in characters, of a text that distinguishes a tool from other tools."""
 _NEAR = 512
 """Most bytes between two fields of a tool."""
+_KEPT_BYTES = 1 << 14
+"""Length of the longest value whose JSON text is kept."""
 _LEADING = ("system", "developer")
 _ANSWERING, _ASKING = "assistant", "user"
 _RESULTS = ("tool", "function")
@@ -189,19 +191,18 @@ def _as_json(tool: Any, form: int, key: str | None) -> str:
         if not isinstance(value, Mapping):
             return ""
         encoded = msgspec.json.encode(value)
-        return (_written if len(encoded) <= _KEPT_BYTES else _written.__wrapped__)(encoded, form)
+        return (_kept if len(encoded) <= _KEPT_BYTES else _written)(encoded, form)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return ""  # values that JSON does not have, or that hold themselves
 
 
-_KEPT_BYTES = 1 << 14
-"""Length of the longest JSON text that is kept."""
-
-
-@lru_cache(maxsize=1024)
 def _written(value: bytes, form: int) -> str:
-    """Return a value as templates write JSON.  Writing takes ten times as long as finding the cached text."""
+    """Return a value as templates write JSON."""
     return _JSON[form](msgspec.json.decode(value))
+
+
+_kept = lru_cache(maxsize=1024)(_written)
+"""Writing takes ten times as long as finding the kept text."""
 
 
 def _by_fields(tool: Any, search: _Search) -> tuple[int, int] | None:

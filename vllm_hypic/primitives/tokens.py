@@ -75,6 +75,12 @@ class PrimitiveTexts:
         """Whether any primitive stands in ``text``."""
         return self.sep in text or self.pdep in text or self.pad in text
 
+    def beginning_in(self, text: str, behind: str = "") -> tuple[str, str] | None:
+        """Return the name and the text of a primitive that begins in ``text``, and may end in the text
+        ``behind`` it; ``None`` without such a primitive."""
+        whole = text + behind
+        return next(((n, marker) for n, marker in self.items() if 0 <= whole.find(marker) < len(text)), None)
+
     def to_json(self) -> str:
         """Return one line of JSON: the inverse of :meth:`from_json`."""
         return json.dumps(asdict(self))

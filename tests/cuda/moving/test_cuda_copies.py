@@ -14,7 +14,7 @@ import torch
 
 from vllm_hypic.config.engine import HypicConfig
 from vllm_hypic.connector import orders
-from vllm_hypic.connector.orders import AwaitRecord, Result, StoreAction, StoreOrder
+from vllm_hypic.connector.orders import AwaitRecord, Result, SaveRecord, StoreAction, StoreOrder
 from vllm_hypic.connector.worker.transfer_link import TransferLink
 from vllm_hypic.pool.copy import staging
 from vllm_hypic.pool.copy import stream as stream_module
@@ -25,7 +25,7 @@ from vllm_hypic.pool.copy.stream import CUDASideStream
 from vllm_hypic.pool.plans import RecordPlace
 from vllm_hypic.segment_parallel.received import Outcome, Received
 from vllm_hypic.segment_parallel.transport import Route
-from vllm_hypic.store.protocol import Verdict
+from vllm_hypic.store.protocol import Reservation, Verdict
 
 from .world import BLOCKS, DOCUMENTS, GEOMETRY, World, written_at_once
 
@@ -137,13 +137,19 @@ def test_the_end_waits_for_the_thread_and_seals(world: World) -> None:
     assert there.sent == [bytes(data)] and slow._blocks.free == BLOCKS
 
 
-def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied(world: World) -> None:
-    """The first copies are no news of the second's buffer."""
+def being_copied(world: World) -> tuple[Any, SaveRecord, Reservation]:
+    """The store's link, with the order and the reservation of a record whose copy is under way."""
     world.ask([0])
     link: Any = world.worker.links[0]
     while not link._copying:
         world.step()
-    ((save, first),) = link._copying.values()
+    ((save, reservation),) = link._copying.values()
+    return link, save, reservation
+
+
+def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied(world: World) -> None:
+    """The first copies are no news of the second's buffer."""
+    link, save, first = being_copied(world)
     link.submit(StoreOrder(StoreAction.DELETE, save.place.key))
     link.submit(save)
     link.advance()
@@ -155,12 +161,8 @@ def test_a_record_that_is_deleted_and_stored_again_while_it_is_copied(world: Wor
 
 
 def test_a_record_that_is_saved_again_while_it_is_copied(world: World) -> None:
-    """The copy under way is this record; a second reservation would take room in the queue for ever."""
-    world.ask([0])
-    link: Any = world.worker.links[0]
-    while not link._copying:
-        world.step()
-    ((save, first),) = link._copying.values()
+    """A second reservation would take room in the queue for ever."""
+    link, save, first = being_copied(world)
     link.submit(save)
     link.advance()
     assert [reservation for _, reservation in link._copying.values()] == [first]

@@ -258,11 +258,11 @@ def test_a_record_that_left_before_its_order_went_out_is_not_copied() -> None:
     assert [order.place.key for order in orders] == [stays.key, stays.key]
 
 
-def test_requests_wait_for_segment_requests() -> None:
+def test_the_requesters_of_a_segment_request_hold_its_record() -> None:
     on = side()
     found = started(on)
-    names = [job.request_id for job in found.values()]
-    assert on.waiting_for(names) == {"r"} and on.waiting_for(["r", "nobody"]) == set()
+    jobs = [job.request_id for job in found.values()]
+    assert on.requesters_of(jobs) == {"r"} and on.requesters_of(["r", "nobody"]) == set()
 
 
 def test_a_context_that_fails_is_computed_again_for_whoever_waits() -> None:

@@ -160,7 +160,7 @@ def test_an_object_that_expired_in_the_queue_is_not_written(settled: Settled, cl
 def test_an_object_that_may_have_come_without_its_expiry_is_deleted(
     settled: Settled, clock: ManualClock
 ) -> None:
-    """The server's answer came too late: the object is there, and nobody set its expiry."""
+    """The server stores the object after the client has given up, so no call sets an expiry."""
     tier, blocking = settled
     stored = blocking.put
 

@@ -360,6 +360,23 @@ def test_a_server_without_our_module_tells(tier: LMCacheServerTier, monkeypatch:
         got(tier, 1)
 
 
+def test_a_write_that_fails_leaves_the_connection_of_reads(
+    tier: LMCacheServerTier, monkeypatch: pytest.MonkeyPatch
+):
+    data = put(tier, 1, 1000)
+    assert got(tier, 1) == data
+    reads, writes = tier._clients[True], tier._clients[False]
+
+    def late(*_: object) -> object:
+        raise TimeoutError
+
+    monkeypatch.setattr(writes, "server_module_call", late)
+    with pytest.raises(TierError, match="TimeoutError"):
+        put(tier, 2, 1000)
+    assert tier._clients == {True: reads} and got(tier, 1) == data
+    assert put(tier, 2, 1000) == got(tier, 2)
+
+
 def test_larger_than_the_servers_memory_is_refused(tier: LMCacheServerTier, server: LMCacheServer):
     size = tier.used()[1]
     assert size == int(server.l1_gib * (1 << 30))

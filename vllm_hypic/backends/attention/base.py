@@ -96,6 +96,7 @@ class PublicAttention(LinkedAttention[LinkT], AttentionImpl):
 
     def rescale(self, layer: Any) -> None:
         """Read a quantised cache with the scales that ``layer`` has now, as vLLM's own kernels do."""
+        raise NotImplementedError
 
     short = 0
     """Most tokens in vLLM's cache with which a request that decodes is served without the stock kernel."""

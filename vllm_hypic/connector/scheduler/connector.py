@@ -246,10 +246,9 @@ class SchedulerConnector:
     def is_internal(self, request_id: str) -> bool:
         return request_id in self.segment_requests
 
-    def waiting_for(self, request_ids: Iterable[str]) -> set[str]:
-        """Return the requests that hold the records of these segment requests: they end with the same error,
-        as their segments can never be computed."""
-        works = filter(None, map(self.segment_requests.work_of, request_ids))
+    def requesters_of(self, segment_requests: Iterable[str]) -> set[str]:
+        """Return the requests that hold the records of these segment requests; other ids are ignored."""
+        works = filter(None, map(self.segment_requests.work_of, segment_requests))
         return {composed.request_id for work in works for composed in self.admission.holders(work.entry)}
 
     def is_private(self, request_id: str) -> bool:

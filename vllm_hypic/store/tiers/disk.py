@@ -175,8 +175,8 @@ class DiskTier:
     def _is_there(self, name: ObjectName) -> bool:
         if self._index.is_expired(name, self._clock()):
             return False
-        with self._errors(f"look for {name}"), self._files.opened(name) as fd:
-            return fd is not None and self._files.read_head(fd) is not None
+        with self._errors(f"look for {name}"):
+            return self._files.head(name) is not None
 
     def _note_use(self, name: ObjectName, value: CacheValue) -> None:
         """Book a read; also book an object of another process from now on, if there is room for it."""
@@ -189,9 +189,8 @@ class DiskTier:
             self._busy.add(name)
         try:
             # Another process may have deleted or replaced the file since the read: book the present file.
-            with contextlib.suppress(OSError), self._files.opened(name) as fd:
-                found = None if fd is None else self._files.read_head(fd)
-                if found is not None:
+            with contextlib.suppress(OSError):
+                if (found := self._files.head(name)) is not None:
                     self._book(name, found)
         finally:
             self._release(name)
@@ -253,9 +252,7 @@ class DiskTier:
         claims the name."""
         if not self._files.exists(name):
             return False
-        with self._files.opened(name) as fd:
-            found = None if fd is None else self._files.read_head(fd)
-        if found is None:
+        if (found := self._files.head(name)) is None:
             self._files.remove(name)
         elif name not in self._index:
             self._book(name, found)

@@ -126,6 +126,11 @@ class ObjectFiles:
         finally:
             os.close(fd)
 
+    def head(self, name: ObjectName) -> CacheValue | None:
+        """Return the object's cache value, or ``None`` without a sound file."""
+        with self.opened(name) as fd:
+            return None if fd is None else self.read_head(fd)
+
     @staticmethod
     def read_head(fd: int) -> CacheValue | None:
         """Return the object's cache value, or ``None`` for a damaged file."""
