@@ -209,7 +209,7 @@ class StoreConfig(ConfigSection):
     """Policy that chooses the records that the pool, or a full ``memory`` or ``disk`` tier, evicts first."""
     admission: Annotated[Literal["cache-value", "always"], Allowed()] = "cache-value"
     """With ``cache-value``, a new record stays only if the record's FLOPs, divided by its age, are at least
-    the sum of these quotients of the records to evict. ``always``, and eviction ``lru``, keep every record."""
+    the sum of these quotients of the records to evict. ``always`` and eviction ``lru`` keep every record."""
     deadline_s: Seconds = 5.0
     """Longest time in which all tiers together fetch a record; after this time the segment is computed."""
     queue_bytes: Size = 512 << 20
