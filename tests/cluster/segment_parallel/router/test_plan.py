@@ -134,6 +134,15 @@ def planned_alike(
     return expected
 
 
+@pytest.mark.parametrize("extra", [{"hypic_link": "seam-2-0+3"}, {"hypic_context": "lead"}])
+def test_records_behind_the_leading_segment_are_asked_of_no_other_instance(extra: dict[str, Any]) -> None:
+    side = engine(True)
+    ids = [*range(20), IDS.sep, *range(30, 50), IDS.sep, *range(60, 80), IDS.sep, 7]
+    assert planned_alike(side, ids, extra, None) is not None
+    planned = plan_request(ids, extra, None, described(side))
+    assert planned is not None and [bool(s.prompt) for s in planned.segments] == [True, False, False]
+
+
 @pytest.mark.parametrize("link", ["hypic", "epic-0", "epic-3", "block", "prompt-cache"])
 def test_padding_dependent_tokens_and_fixed_positions(link: str) -> None:
     words = list(range(20))
