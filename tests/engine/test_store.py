@@ -224,10 +224,12 @@ def test_damaged_records_are_computed_again(engine: Engine, disk: dict[str, Any]
 
 def start_and_abort(llm: Any, asked: Ask) -> tuple[bool, bool]:
     """Whether records were loading when the request was aborted, and whether it is still there."""
+    hang(llm)
     name = begin(llm, "aborted", asked)
     llm.llm_engine.step()
     loading = bool(scheduler_of(llm).hypic.loads)
     llm.llm_engine.abort_request([name], internal=True)
+    unblock(llm)
     return loading, name in scheduler_of(llm).requests
 
 
@@ -286,11 +288,11 @@ def test_records_survive_a_restart_on_disk(
 
 
 def hang(llm: Any) -> None:
-    """From now on the disk tier does not answer reads."""
-    [disk] = store_of(llm)._tiers
-    blocked, stock = threading.Event(), disk.tier.get
-    disk.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
-    llm.unblock = lambda: (blocked.set(), setattr(disk.tier, "get", stock))
+    """From now on the first tier does not answer reads."""
+    first = store_of(llm)._tiers[0]
+    blocked, stock = threading.Event(), first.tier.get
+    first.tier.get = lambda *args: (blocked.wait(60), stock(*args))[1]
+    llm.unblock = lambda: (blocked.set(), setattr(first.tier, "get", stock))
 
 
 def unblock(llm: Any) -> None:
