@@ -435,9 +435,9 @@ class _Host:
         self._pipe = Connection(ours.detach())
 
     def run(self, function: Callable[..., T], args: tuple[Any, ...], timeout: float) -> T:
-        self._pipe.send((function, args))
         deadline = time.monotonic() + timeout
         try:
+            self._pipe.send((function, args))
             if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise EngineError("TimeoutError", f"no result after {timeout:.0f} s{self._tail()}")

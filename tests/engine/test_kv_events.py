@@ -48,7 +48,10 @@ def decoded(payloads: list[bytes]) -> list[dict[str, Any]]:
 def published(llm: Any, last: list[int]) -> tuple[list[dict[str, Any]], list[str]]:
     """The events, and which secrets of the engine are in their bytes."""
     drain(llm)
-    payloads, scheduler = batches(llm, last), scheduler_of(llm)
+    scheduler = scheduler_of(llm)
+    publisher = scheduler.kv_event_publisher
+    getattr(publisher, "_publisher", publisher)._event_queue.join()  # all is in the replay buffer
+    payloads = batches(llm, last)
     secrets = {"salt": "hypic:"}
     if hasattr(scheduler, "hypic"):
         secrets |= {"secret": scheduler._secret, "tenant": scheduler._tenant("mine")}

@@ -74,7 +74,7 @@ def computed(llm: Any) -> int:
 
 
 def stored(*tiers: dict[str, Any], **options: Any) -> dict[str, Any]:
-    return {"store": {"tiers": list(tiers), **options}}
+    return {"store": {"tiers": list(tiers), "deadline_s": 60.0, **options}}
 
 
 def on_disk(path: Path) -> dict[str, Any]:
@@ -319,7 +319,8 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, A
     with ExitStack() as services:
         match request.param:
             case "redis":
-                yield {"type": "redis", "url": services.enter_context(RedisServer(tmp_path)).url}
+                url = services.enter_context(RedisServer(tmp_path)).url
+                yield {"type": "redis", "url": f"{url}?socket_timeout=60"}
             case "lmcache":
                 yield {"type": "lmcache", "l1_bytes": "128MiB"}
             case "lmcache-disk":

@@ -170,7 +170,7 @@ def test_what_does_not_come_or_is_damaged_is_computed(
         assert sent.delivered
         (sent,) = push(sender, here, {by_key[damaged]: bytes(hurt)})
         assert not sent.delivered and sent.reason
-        withdraw(here, space, [by_key[withdrawn]], None)
+        withdraw(here, space, [by_key[withdrawn]], None, BOUND_S)
         (answer,) = answers.result(BOUND_S)
     assert same(answer, cold)
     assert engine.call(computed) == before + 2, "the damaged one and the one withdrawn"

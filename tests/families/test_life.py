@@ -6,10 +6,12 @@ As ``tests/engine`` has it of the gated delta net, in ``test_concurrency.py``, `
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.segment_parallel.servers.stand import patient_routers
 from engine import test_transfer
 from engine.conftest import EngineFactory, checked, tight_args, tight_options
 from engine.engines import SEP, Answer, Ask, Engine, distance, pool_unit_bytes, prompt, same, worker_of
@@ -90,7 +92,8 @@ def test_three_servers_and_a_router(name: str, models: Models) -> None:
     """One has the segments prefilled by the others, and answers as it does alone."""
     lead, *segments, query = random_segments([160, 480, 64, 320, 96, 224, 400, 24], vocab=480, seed=5)
     folder = models(name, FAMILIES[name].save)
-    with Cluster(Setup(folder, context=4096, cache_bytes=1 << 26, pool_bytes=1 << 26)) as cluster:
+    setup = Setup(folder, context=4096, cache_bytes=1 << 26, pool_bytes=1 << 26)
+    with patient_routers(20.0), Cluster(replace(setup, router=("--straggler-min-s", "60"))) as cluster:
         (combine,) = cluster.combines
         separator = separator_of(combine.url)
         tokens = [separator if token == SEP else token for token in prompt(*segments, lead=lead, query=query)]

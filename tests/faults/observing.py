@@ -50,14 +50,15 @@ def settled(server: Server) -> TierCounts:
     levels = ("pinned", "waiting", "store_queued_bytes", "store_inflight")
     names = ("vllm:num_requests_running", *(f"vllm:hypic_{level}" for level in levels))
     last: TierCounts = {}
-    since = time.monotonic()
+    since = looked = time.monotonic()
 
     def quiet(found: TierCounts) -> bool:
-        nonlocal last, since
-        now = time.monotonic()
+        """The nudge before this look began so much later than the last change."""
+        nonlocal last, since, looked
+        began, looked = looked, time.monotonic()
         if found != last or any(map(server.metrics().__getitem__, names)):
-            last, since = found, now
-        return now - since > _QUIET_S
+            last, since = found, looked
+        return began - since > _QUIET_S
 
     return tiers_when(server, quiet, f"{names} are 0")
 

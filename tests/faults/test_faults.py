@@ -222,8 +222,8 @@ def queueing(folder: Path, close_s: float, stop_s: float) -> Iterator[tuple[Serv
     """A server whose queue holds records, each of which takes a second to be written, what Redis has, and
     how many records were computed."""
     with RedisServer(folder) as redis, SlowWay(redis.port) as way, redis.client() as client:
-        tier = {"type": "redis", "url": f"redis://127.0.0.1:{way.port}/0"}
         # A write that takes too long on a busy machine would be given up.
+        tier = {"type": "redis", "url": f"redis://127.0.0.1:{way.port}/0?socket_timeout={BOUND_S:g}"}
         waits = {"close_s": close_s, "deadline_s": BOUND_S}
         with small_server(folder / "server.log", 100, tier, **waits) as server:
             server.stop_timeout_s = stop_s
@@ -277,7 +277,7 @@ def test_a_server_killed_while_writing_finds_every_committed_record_again(tmp_pa
     for path in committed.values():
         check_record(path.read_bytes()[FILE_HEAD:])
 
-    with small_server(tmp_path / "second.log", ROOM, disk) as server:
+    with small_server(tmp_path / "second.log", ROOM, disk, deadline_s=BOUND_S) as server:
         assert not partials_of(folder), "leftovers of the dead writer"
         # Waiting for each answer: a batch of other requests could change its last bits.
         assert [ask(server, task) for task in before] == list(before.values())
@@ -348,5 +348,8 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 def stopped(pid: int) -> bool:
     """Every thread of it: one in a system call, such as fsync, stops after that."""
-    states = [Path(f"/proc/{pid}/task/{t.id}/stat").read_text() for t in psutil.Process(pid).threads()]
+    try:
+        states = [Path(f"/proc/{pid}/task/{t.id}/stat").read_text() for t in psutil.Process(pid).threads()]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
     return all(state.rpartition(")")[2].split()[0] in "tT" for state in states)

@@ -74,7 +74,7 @@ class Owner(Closing):
 
     def __init__(self, listen: str = ANY_PORT, transport: str = "tcp", **options: Any) -> None:
         if transport == "nixl":
-            options["nixl"] = Puller(NIXL_BYTES, loopback=True)
+            options["nixl"] = Puller(NIXL_BYTES, loopback=True, late_s=1000.0)
         usual = {"namespace": "ns", "secret": None, "max_nbytes": 64 * MIB, "send_s": 1000.0}
         self.receiver = Receiver(listen, **usual | options)
         self.url = self.receiver.url

@@ -16,6 +16,7 @@ import zmq
 
 from benchmarks.lib.processes import free_port
 from vllm_hypic.errors import ConfigError
+from vllm_hypic.segment_parallel import events
 from vllm_hypic.segment_parallel import events_wire as wire
 from vllm_hypic.segment_parallel.events import SILENCE_S, InstanceView, Publisher, Subscription
 from vllm_hypic.segment_parallel.secret import Secret
@@ -216,9 +217,8 @@ async def test_silence_makes_an_instance_unknown_and_it_comes_back(at):
             await comes(subscription, 1)
             boot = view.boot
             process.send_signal(signal.SIGSTOP)
-            stopped = time.monotonic()
             await until(lambda: not view.known, "unknown")
-            assert time.monotonic() - stopped > SILENCE_S / 2  # not at the first missing heartbeat
+            assert view.age_s >= SILENCE_S  # not at the first missing heartbeat
             process.send_signal(signal.SIGCONT)
             await comes(subscription, 1)
             assert view.boot == boot
@@ -229,7 +229,8 @@ async def test_silence_makes_an_instance_unknown_and_it_comes_back(at):
         process.wait()
 
 
-async def test_two_subscribers_have_the_same_view(at, publisher):
+async def test_two_subscribers_have_the_same_view(at, publisher, monkeypatch):
+    monkeypatch.setattr(events, "_ASK_AGAIN_S", 2 * BOUND_S)
     publisher.change(keys(1), [], [], 1)
     async with subscribed(at) as one, subscribed(at) as two:
         for subscription in (one, two):
@@ -302,8 +303,9 @@ async def test_only_who_has_the_same_secret_hears_anything(at, own, others):
         assert {stranger.view.age_s for stranger in strangers} == {float("inf")}
 
 
-async def test_hostile_publishers_are_ignored(at):
+async def test_hostile_publishers_are_ignored(at, monkeypatch):
     """Frames of all kinds before and between those of a real message."""
+    monkeypatch.setattr(events, "_ASK_AGAIN_S", 2 * BOUND_S)
 
     def snapshot(seq: int, parts: int, names: list[str]) -> bytes:
         return wire.encode(wire.Snapshot("boot", seq, 0, parts, names, [], 0, 0))

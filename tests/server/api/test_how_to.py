@@ -182,9 +182,9 @@ def test_servers_prefill_for_each_other(serve: Serve, question: Ask) -> None:
     script = PRINT.format("vllm") + PRINT.format("vllm-hypic") + ours(block, ports) + "wait"
     route, *commands = sorted(printed(script).splitlines())
     servers = {server.url: server for server in map(serve, commands)}
-    words = shlex.split(route)[3:]
+    words = [*shlex.split(route)[3:], "--straggler-min-s", "20"]
     with Router((), (), *words, log=Path("router.log")) as router:
-        combine = servers.pop(words[-1])
+        combine = servers.pop(words[-3])
         assert ways(router, 3, q) == {"direct"}
         for worker in servers.values():
             worker.wait_for_metrics(lambda found: found["vllm:hypic_segments_pushed_total"] > 0)

@@ -44,7 +44,6 @@ class Live:
     def begun(self) -> Self:
         """Once some tokens are here, and more are to come."""
         wait_for(lambda: len(self.events) > 3, "its first tokens")
-        assert not self.over
         return self
 
     def ended(self) -> tuple[str, list[Any], str]:
@@ -199,15 +198,18 @@ def test_wait_with_requests_that_wait_for_records(client, question, asking):
 @pytest.mark.parametrize("phase", ["decode", "waiting for records"])
 def test_abort_ends_what_lives(client, question, asking, phase):
     q = question(720)
-    if phase == "decode":
-        live = Live(client, q.prompt()).begun()
-    else:
-        waits = seen_waiting(client, asking, question)
-    with ABORT.of(client):
+    reasons = set()
+    for _ in range(5):  # an answer may end before the abort comes
         if phase == "decode":
-            assert live.ended()[2] == "abort"
+            live = Live(client, q.prompt()).begun()
         else:
-            assert waits.result(BOUND_S)["choices"][0]["finish_reason"] == "abort"
+            waits = seen_waiting(client, asking, question)
+        with ABORT.of(client):
+            waited = None if phase == "decode" else waits.result(BOUND_S)["choices"][0]["finish_reason"]
+            reasons.add(waited or live.ended()[2])
+        if "abort" in reasons:
+            break
+    assert "abort" in reasons
     assert outcome(client.complete(q.prompt())) == (q.answer, 0), "it read a record of before"
 
 

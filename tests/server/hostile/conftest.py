@@ -39,7 +39,7 @@ SETUP = Setup(
     at_once=4,
     hypic={"store": {"tiers": [MEMORY]}},
     options=("--chat-template", str(EXAMPLE / "chat_template.jinja")),
-    router=("--min-gain", "-1"),
+    router=("--min-gain", "-1", "--straggler-min-s", "60"),
 )
 LENGTHS = (64, 96, 128)
 """Tokens of the good prompt's segments, the leading one first."""

@@ -91,6 +91,7 @@ def test_a_routers_own_routes_and_all_others(router: Target, attack: Callable[..
         assert response.status_code < 500, (visit, response.text)
 
     attack(visits(), send)
+    router.cluster.router.ready(len(router.cluster.instances))
     health = httpx.get(f"{router.url}/healthcheck", timeout=30).json()
     assert health["status"] == "ok" and all(i["up"] for i in health["instances"]), json.dumps(health)
 

@@ -247,12 +247,12 @@ def test_requests_arrive_when_they_are_due_or_a_few_at_a_time(in_thread: None):
         outcomes = Bench(server.url, "fake").run(schedule)
     assert server.most_working == 6
     arrived = [at - server.arrived[0][0] for at, _, _ in server.arrived]
-    assert arrived == pytest.approx([request.at - 0.5 for request in schedule], abs=0.8)
+    assert arrived == pytest.approx([request.at - 0.5 for request in schedule], abs=1.5)
     assert [o.end for o in outcomes] == [End.DONE] * 6
     assert [o.prompt_tokens for o in outcomes] == [*range(1, 7)]
-    assert all(0 <= o.late < 0.8 and o.sent == pytest.approx(o.scheduled + o.late) for o in outcomes)
+    assert all(0 <= o.late < 1.5 and o.sent == pytest.approx(o.scheduled + o.late) for o in outcomes)
     assert all(o.ttft >= 2.0 + o.late and o.ended > o.sent + 2.0 and len(o.gaps) == 1 for o in outcomes)
-    with Fake(wait_s=0.05) as server:
+    with Fake(wait_s=0.5) as server:
         outcomes = Bench(server.url, "fake").run([TimedRequest(0.0, [i], 1) for i in range(7)], at_once=3)
     assert server.most_working == 3 and [o.end for o in outcomes] == [End.DONE] * 7
     assert sorted(body["prompt"] for body in server.streamed) == [[i] for i in range(7)]

@@ -169,8 +169,10 @@ def test_a_tier_that_forgets_at_once(worker: Worker) -> None:
     worker.link.submit(SaveRecord(place(1)))
     worker.step()  # written before the order comes
     assert worker.store.drain(30)
+    worker.tier.hang("put")  # the second write ends behind the look
     worker.order(7)
     wait_for(lambda: worker.link.copies == 2 or worker.step(), "it is written again")
+    worker.tier.release()
     assert worker.end_of(7) == ""
 
 

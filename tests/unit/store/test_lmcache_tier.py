@@ -69,7 +69,7 @@ class LMCacheContract(OnWallClock):
     @pytest.fixture(scope="class")
     @classmethod
     def shared(cls, l2: list[dict[str, Any]]) -> Iterator[LMCacheTier]:
-        tier = LMCacheTier("lmcache", L1_BYTES, l2)
+        tier = LMCacheTier("lmcache", L1_BYTES, l2, timeout_s=60.0)
         yield tier
         tier.close()
 
@@ -261,7 +261,7 @@ def test_a_killed_redis_behind_lmcache(make_tier: MakeTier, redis_server: RedisS
 
 def test_an_l2_that_cannot_be_written(make_tier: MakeTier, disk: dict[str, Any], tmp_path: Path):
     """A folder in the way of the files: root may write everywhere else."""
-    tier = make_tier([disk], timeout_s=0.5)
+    tier = make_tier([disk], timeout_s=3.0)
     (tmp_path / "l2").rmdir()
     (tmp_path / "l2").write_text("in the way")
     with pytest.raises(TierError, match="did not confirm"):
@@ -410,6 +410,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     pid = int(done.stdout)
-    wait_for(
-        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end"
-    )
+
+    def gone() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(gone, "its end")

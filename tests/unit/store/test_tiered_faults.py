@@ -275,7 +275,8 @@ def test_a_delete_wins_over_a_put_that_returns_late(one: One, clock: ManualClock
     else:
         store.delete(name(1))
     clock.advance(1.0)
-    filled(store, 2)  # the probe; with it the deletion is done
+    wait_for(lambda: store.stats().tiers["tier"].up, "the deletion, which is the probe")
+    filled(store, 2)
     assert tier.calls.count("clear" if everything else "delete") == 1
     tier.calls.clear()
     tier.release()

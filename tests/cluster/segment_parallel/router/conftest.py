@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_hypic.config.router import RouterConfig
 from vllm_hypic.segment_parallel import events
+from vllm_hypic.segment_parallel.router import breakdown as breakdown_header
+from vllm_hypic.segment_parallel.router import instances, upstream
 from vllm_hypic.segment_parallel.router.app import build_app
 from vllm_hypic.segment_parallel.secret import Secret
 
@@ -130,6 +132,8 @@ class Site(Closing):
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Busy machines keep instances silent for seconds; tests of dead ones say how long is too long."""
     monkeypatch.setattr(events, "SILENCE_S", 10.0)
+    monkeypatch.setattr(breakdown_header, "_ENDS_S", 5.0)
+    monkeypatch.setattr(upstream, "_LOOK_S", 5.0)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +144,8 @@ def lasting() -> Iterator[Site]:
 
 
 @pytest.fixture
-def site() -> Iterator[Site]:
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Who fails is avoided for longer than a test takes, unless it starts anew."""
+    monkeypatch.setattr(instances, "FIRST_BACK_OFF_S", 30.0)
     with Site() as found:
         yield found

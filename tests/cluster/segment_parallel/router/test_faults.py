@@ -235,8 +235,6 @@ def test_a_combine_node_that_fails_before_its_first_byte(site: Site, fault: str,
 
 
 def test_when_all_combine_nodes_fail_the_client_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "SILENCE_S", 1.0)
-    monkeypatch.setattr(watch, "_SILENT_AGAIN_S", 0.5)
     router, _, combines = site.start(1, 2)
     behave(combines, answer_status=500)
     answer = router.complete("a b", headers={"x-request-id": "mine"})
@@ -246,6 +244,8 @@ def test_when_all_combine_nodes_fail_the_client_is_told(site: Site, monkeypatch:
     answer = router.complete("a b")
     assert answer.status_code == 502 and "no instance could answer" in answer.json()["error"]["message"]
     assert router.http.get("/v1/models").status_code == 502
+    monkeypatch.setattr(events, "SILENCE_S", 1.0)
+    monkeypatch.setattr(watch, "_SILENT_AGAIN_S", 0.5)
     until(lambda: router.http.get("/healthcheck").status_code == 503, "it is not healthy")
     until(lambda: router.complete("a b").status_code == 503, "nobody is left", 30)
 

@@ -16,7 +16,7 @@ from benchmarks.lib.prompts import Writer, writer
 from benchmarks.services import RedisServer
 from vllm_hypic.harness.generators import EXAMPLE
 
-from .stand import COMBINE, WORKER, Stand, allow, store_of
+from .stand import COMBINE, WORKER, Stand, allow, patient_routers, store_of
 
 ONE_WORKER = True  # all tests of this folder use the same servers
 
@@ -54,11 +54,12 @@ def setup_of(name: str, server: RedisServer) -> Setup:
 
 @pytest.fixture(scope="package")
 def _cluster(redis_server: RedisServer) -> Iterator[Cluster]:
-    cluster = Cluster(SETUP)
-    for kind in (cluster.workers, cluster.combines):
-        kind[:] = [cluster.instance(i.name, setup_of(i.name, redis_server), port=i.port) for i in kind]
-    with cluster:
-        yield cluster
+    with patient_routers(5.0):
+        cluster = Cluster(SETUP)
+        for kind in (cluster.workers, cluster.combines):
+            kind[:] = [cluster.instance(i.name, setup_of(i.name, redis_server), port=i.port) for i in kind]
+        with cluster:
+            yield cluster
 
 
 @pytest.fixture(scope="package")

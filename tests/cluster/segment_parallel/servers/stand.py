@@ -3,17 +3,18 @@
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from benchmarks.lib.client import Part, Reply, completion
-from benchmarks.lib.cluster import FAILURES, Cluster, Instance
+from benchmarks.lib.cluster import FAILURES, Cluster, Instance, Router
 from benchmarks.lib.prompts import Writer, uneven
 from benchmarks.lib.serving import Server
 from benchmarks.services import RedisServer
@@ -24,8 +25,20 @@ BOUND_S = 60.0
 """No request takes longer, whatever breaks."""
 WORKER, COMBINE = "worker", "combine"
 """Users of Redis."""
+PATIENT = (
+    "from vllm_hypic.segment_parallel import events; events.SILENCE_S = {}; "
+    "from vllm_hypic.cli import main; main()"
+)
 _SALTS = itertools.count()
 Samples = Mapping[tuple[str, ...], float]
+
+
+@contextmanager
+def patient_routers(silence_s: float) -> Iterator[None]:
+    """Routers that start in the block take no instance for dead that a busy machine keeps silent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "program", ("-c", PATIENT.format(silence_s)))
+        yield
 
 
 @dataclass
