@@ -83,7 +83,7 @@ def configured(options: str) -> str:
 
 def hypic(command: str) -> str:
     """What ``vllm-hypic`` prints, which must end well; it imports what these tests import."""
-    _, name, *words = shlex.split(command)
+    _, name, *words = shlex.split(command, comments=True)
     more = OF_RANDOM_WEIGHTS.get(name, "").split()
     return " ".join(" ".join(run_script(*Router.program, name, *words, *more, bound_s=BOUND_S)).split())
 
@@ -199,7 +199,7 @@ def test_servers_share_a_secret_and_a_tier(serve: Serve, question: Ask) -> None:
     with RedisServer(Path.cwd(), durable=False) as redis:
         tiers = ours(page["tiers"], {"redis://cache:6379/0": redis.url})
         for theirs in ("http://10.0.0.7:8000", "http://10.0.0.9:8000"):
-            ports = {f"10.0.0.7:710{n}": f"{HOST}:{free_port()}" for n in range(2)}
+            ports = {f"10.0.0.7:{port}": f"{HOST}:{free_port()}" for port in (7100, 7200)}
             server = serve(configured(f"{ours(page['machine'], ports)}, {tiers}"))
             urls[theirs] = server.url
             told = printed(ours(page["weights"], {"http://SERVER": server.url}))
