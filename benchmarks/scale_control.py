@@ -111,7 +111,7 @@ def _directory(names: int) -> tuple[float, float]:
     frames = []
     for seq, first in enumerate(range(0, names, SEGMENTS), 1):
         some = [_name(i) for i in range(first, min(names, first + SEGMENTS))]
-        frames.append(encode(Changes("b" * 32, seq, some, [], [], 1000, 1)))
+        frames.append(encode(Changes("b" * 32, seq, some, [], [], 1000)))
     resident: set[str] = set()
     pending: set[str] = set()
     begin = time.perf_counter()

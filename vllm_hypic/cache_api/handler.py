@@ -40,12 +40,10 @@ logger = logging.getLogger("vllm.hypic.commands")
 
 
 class RecordState(Protocol):
-    """A record's place: in the pool (``resident``), on its way (``pending``), in a tier (``stored``)."""
+    """A record's place: in the pool (``resident``), in a tier (``stored``)."""
 
     @property
     def resident(self) -> bool: ...
-    @property
-    def pending(self) -> bool: ...
     @property
     def nbytes(self) -> int: ...
     @property

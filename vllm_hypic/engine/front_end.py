@@ -179,6 +179,5 @@ def _traits(vllm_config: VllmConfig) -> ModelTraits:
     family = family_in(model.architecture)
     return ModelTraits(
         has_linear=model.is_hybrid or model.is_attention_free,
-        has_attention=not model.is_attention_free,
         has_transition=family is None or family.geometry.has_transition,
     )

@@ -53,7 +53,6 @@ class ParsedPrompt:
 
     pieces: tuple[Piece, ...]
     n_logical: int
-    has_primitives: bool
     media: Media = ()
 
 
@@ -87,7 +86,7 @@ def parse_prompt(ids: Sequence[int], primitives: PrimitiveIds, media: Media = ()
             dependent_from = len(tokens)
     placeless = [mark for mark in marks if ids[mark] != primitives.pad]
     placed = tuple(m.moved(-bisect_left(placeless, m.start)) for m in media)
-    return ParsedPrompt(tuple(pieces), position, bool(marks), placed)
+    return ParsedPrompt(tuple(pieces), position, placed)
 
 
 def cut_prompt(ids: Sequence[int], spans: Spans, media: Media = ()) -> ParsedPrompt:
@@ -104,7 +103,7 @@ def cut_prompt(ids: Sequence[int], spans: Spans, media: Media = ()) -> ParsedPro
         pieces.append(Piece(ids[start:end], range(start, end), stop - start))
     rest = ids[spans[-1][1] :]
     pieces.append(Piece(rest, range(len(ids) - len(rest), len(ids)), len(rest)))
-    return ParsedPrompt(tuple(pieces), len(ids), has_primitives=False, media=media)
+    return ParsedPrompt(tuple(pieces), len(ids), media)
 
 
 def require_whole(media: Media, spans: Spans) -> None:

@@ -49,8 +49,6 @@ class ModelTraits:
 
     has_linear: bool
     """Some layers carry a recurrent state (linear attention, SSM)."""
-    has_attention: bool
-    """Some layers are softmax attention with a KV cache."""
     has_transition: bool = True
     """A recurrent state keeps information across a segment, unlike a short convolution's state."""
 

@@ -46,7 +46,7 @@ def build_prefix_plan(
     )
     if not Budget(limits, kept, most).take(segment):
         return None
-    prompt = ParsedPrompt((Piece(whole, range(len(whole)), len(whole)),), len(whole), has_primitives=False)
+    prompt = ParsedPrompt((Piece(whole, range(len(whole)), len(whole)),), len(whole))
     return assemble(prompt, {0: segment}, {}, (), method)
 
 

@@ -8,24 +8,24 @@ from collections import OrderedDict
 
 logger = logging.getLogger("vllm.hypic.parallel")
 
+_EVERY_S = 10.0
 _MOST_KINDS = 256
 
 
 class Complaints:
-    """Log at most one warning of each kind per ``every_s`` seconds, with the number of suppressed warnings.
+    """Log at most one warning of each kind per 10 seconds, with the number of suppressed warnings.
 
     Only one thread at a time may use an instance.  Of more than 256 kinds, the least recent is forgotten.
     """
 
-    def __init__(self, every_s: float = 10.0) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._kinds: OrderedDict[str, tuple[float, int]] = OrderedDict()
         """Time of each kind's last log line, and the number of its warnings suppressed since."""
 
     def warn(self, kind: str, message: str, *args: object, exc_info: bool = False) -> None:
         now = time.monotonic()
         logged, left_out = self._kinds.pop(kind, (-float("inf"), 0))
-        if now < logged + self._every_s:
+        if now < logged + _EVERY_S:
             self._kinds[kind] = (logged, left_out + 1)
             return
         self._kinds[kind] = (now, 0)

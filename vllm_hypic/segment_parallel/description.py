@@ -72,7 +72,6 @@ class Description(
     ] = False
     max_model_len: Annotated[int, Meta(ge=1)]
     has_linear: bool
-    has_attention: bool
     limits: PoolLimits
     has_transition: Annotated[
         bool, Meta(description="Recurrent states keep information across a segment.")
@@ -111,7 +110,7 @@ class Description(
 
     @property
     def traits(self) -> ModelTraits:
-        return ModelTraits(self.has_linear, self.has_attention, self.has_transition)
+        return ModelTraits(self.has_linear, self.has_transition)
 
     @property
     def planning(self) -> tuple[object, ...]:

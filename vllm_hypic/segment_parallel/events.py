@@ -72,12 +72,12 @@ class Publisher:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # guards the values that `change` leaves for the thread
         self._changed: dict[str, Presence] = {}
-        self._load = (0, 0)
+        self._load = 0
         self._awake = False
         self._closing = False
         # Only the publisher's thread uses the attributes below.
         self._states: dict[str, Presence] = {}
-        self._told_load = (0, 0)
+        self._told_load = 0
         self._seq = 0
         self._asked: set[bytes] = set()
         self._snapshots_rest_until = 0.0
@@ -99,17 +99,12 @@ class Publisher:
         self._thread.start()
 
     def change(
-        self,
-        resident: Sequence[str],
-        pending: Sequence[str],
-        gone: Sequence[str],
-        load_tokens: int,
-        waiting: int = 0,
+        self, resident: Sequence[str], pending: Sequence[str], gone: Sequence[str], load_tokens: int
     ) -> None:
         """Publish a change of record states and load.  Never blocks.
 
         ``resident``: names of records in the pool; ``pending``: names being computed or fetched; ``gone``:
-        names of neither.  ``load_tokens``: prompt tokens still to prefill; ``waiting``: requests that wait.
+        names of neither.  ``load_tokens``: prompt tokens still to prefill.
         """
         with self._lock:
             for state, names in (
@@ -119,7 +114,7 @@ class Publisher:
             ):
                 for name in names:
                     self._changed[name] = state
-            self._load = (load_tokens, waiting)
+            self._load = load_tokens
             if self._awake or self._closing:
                 return
             self._awake = True
@@ -167,7 +162,7 @@ class Publisher:
             if self._asked and now >= self._snapshots_rest_until:
                 self._publish_snapshots()
             if now >= beat_at:
-                self._publish(Heartbeat(self.boot, self._seq, *self._told_load))
+                self._publish(Heartbeat(self.boot, self._seq, self._told_load))
                 beat_at = now + HEARTBEAT_S
 
     def _publish_changes(self) -> None:
@@ -175,11 +170,11 @@ class Publisher:
             changed, self._changed = self._changed, {}
             load, self._awake = self._load, False
         if not changed and load != self._told_load:
-            self._publish(Heartbeat(self.boot, self._seq, *load))
+            self._publish(Heartbeat(self.boot, self._seq, load))
         self._told_load = load
         for batch in batches(changed):
             self._seq += 1
-            self._publish(Changes(self.boot, self._seq, batch.resident, batch.pending, batch.gone, *load))
+            self._publish(Changes(self.boot, self._seq, batch.resident, batch.pending, batch.gone, load))
         for name, state in changed.items():
             if state is Presence.GONE:
                 self._states.pop(name, None)
@@ -202,7 +197,7 @@ class Publisher:
         for part in range(max(1, len(found))):
             resident, pending = (found[part].resident, found[part].pending) if found else ([], [])
             body = encode(
-                Snapshot(self.boot, self._seq, part, max(1, len(found)), resident, pending, *self._told_load)
+                Snapshot(self.boot, self._seq, part, max(1, len(found)), resident, pending, self._told_load)
             )
             for topic in self._asked:
                 self._send(topic, body)
@@ -226,7 +221,6 @@ class InstanceView:
         self.resident: set[str] = set()
         self.pending: set[str] = set()
         self.load_tokens = 0
-        self.waiting = 0
         self.boot = ""
         self._right_at: float | None = None
 
@@ -245,7 +239,7 @@ class InstanceView:
 
     def _forget(self, boot: str) -> None:
         self._replace(boot, set(), set())
-        self.load_tokens = self.waiting = 0
+        self.load_tokens = 0
         self._right_at = None
 
     def _apply(self, changes: Changes) -> None:
@@ -255,7 +249,7 @@ class InstanceView:
         self.pending.difference_update(changes.resident, changes.gone)
 
     def _now_right(self, message: Message) -> None:
-        self.load_tokens, self.waiting = message.load_tokens, message.waiting
+        self.load_tokens = message.load_tokens
         self._right_at = time.monotonic()
 
 

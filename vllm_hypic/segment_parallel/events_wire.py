@@ -44,8 +44,6 @@ class Changes(msgspec.Struct, frozen=True, array_like=True, tag=1):
     gone: _Names
     load_tokens: _Count
     """Number of prompt tokens still to be prefilled."""
-    waiting: _Count
-    """Number of requests that wait."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -54,7 +52,6 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
     boot: _Boot
     seq: _Count
     load_tokens: _Count
-    waiting: _Count
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -67,7 +64,6 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag=3):
     resident: _Names
     pending: _Names
     load_tokens: _Count
-    waiting: _Count
 
 
 Message = Changes | Heartbeat | Snapshot

@@ -80,13 +80,13 @@ async def comes(subscription: Subscription, *resident: int, pending: list[str] |
 
 
 async def test_who_joins_late_gets_a_snapshot(at, publisher):
-    publisher.change(keys(1, 2, 3), keys(4, 5), [], 700, 2)
-    publisher.change([], [], keys(2), 650, 1)
+    publisher.change(keys(1, 2, 3), keys(4, 5), [], 700)
+    publisher.change([], [], keys(2), 650)
     async with subscribed(at) as subscription:
         view = subscription.view
         assert not view.known and view.age_s == float("inf")
         await comes(subscription, 1, 3, pending=keys(4, 5))
-        assert (view.load_tokens, view.waiting, view.boot) == (650, 1, publisher.boot)
+        assert (view.load_tokens, view.boot) == (650, publisher.boot)
         assert subscription.snapshots == 1
 
 
@@ -147,30 +147,30 @@ async def test_a_view_with_a_gap_is_no_longer_renewed(at):
     """Heartbeats alone do not make it right: without a snapshot it is unknown after a while."""
     subscription = Subscription(at, None)
     view = subscription.view
-    subscription._hear(wire.Snapshot("boot", 4, 0, 1, keys(1), [], 0, 0))
+    subscription._hear(wire.Snapshot("boot", 4, 0, 1, keys(1), [], 0))
     assert view.known
-    subscription._hear(wire.Heartbeat("boot", 6, 0, 0))
+    subscription._hear(wire.Heartbeat("boot", 6, 0))
     assert view.known and view.resident == set(keys(1))
     right_at = view._right_at
-    subscription._hear(wire.Changes("boot", 7, keys(9), [], [], 5, 0))
-    subscription._hear(wire.Heartbeat("boot", 7, 5, 0))
+    subscription._hear(wire.Changes("boot", 7, keys(9), [], [], 5))
+    subscription._hear(wire.Heartbeat("boot", 7, 5))
     assert view._right_at == right_at and view.resident == set(keys(1))
-    subscription._hear(wire.Snapshot("boot", 7, 0, 1, keys(9), [], 0, 0))
-    subscription._hear(wire.Changes("boot", 7, keys(1), [], [], 5, 0))  # older than the snapshot
+    subscription._hear(wire.Snapshot("boot", 7, 0, 1, keys(9), [], 0))
+    subscription._hear(wire.Changes("boot", 7, keys(1), [], [], 5))  # older than the snapshot
     assert view.resident == set(keys(9)) and view._right_at > right_at
-    subscription._hear(wire.Heartbeat("another boot", 7, 5, 0))  # another process, with nothing of all that
+    subscription._hear(wire.Heartbeat("another boot", 7, 5))  # another process, with nothing of all that
     assert not view.known and not view.resident
 
 
 async def test_snapshots_in_parts_are_all_or_nothing(at):
     subscription = Subscription(at, None)
-    part = [wire.Snapshot("boot", 3, i, 3, keys(i), keys(10 + i), 0, 0) for i in range(3)]
+    part = [wire.Snapshot("boot", 3, i, 3, keys(i), keys(10 + i), 0) for i in range(3)]
     for message in (part[0], part[1], part[1], part[2]):  # one twice
         subscription._hear(message)
     assert not subscription.view.known and subscription.snapshots == 0
     for message in (part[0], part[2]):  # one missing
         subscription._hear(message)
-    for message in (part[0], part[1], wire.Changes("boot", 4, [], [], [], 0, 0), part[2]):  # interrupted
+    for message in (part[0], part[1], wire.Changes("boot", 4, [], [], [], 0), part[2]):  # interrupted
         subscription._hear(message)
     assert not subscription.view.known and subscription.snapshots == 0
     for message in (part[0], *part):  # begun twice
@@ -308,7 +308,7 @@ async def test_hostile_publishers_are_ignored(at, monkeypatch):
     monkeypatch.setattr(events, "_ASK_AGAIN_S", 2 * BOUND_S)
 
     def snapshot(seq: int, parts: int, names: list[str]) -> bytes:
-        return wire.encode(wire.Snapshot("boot", seq, 0, parts, names, [], 0, 0))
+        return wire.encode(wire.Snapshot("boot", seq, 0, parts, names, [], 0))
 
     with zmq.Context() as context, context.socket(zmq.XPUB) as socket:
         socket.linger = 0
@@ -319,7 +319,7 @@ async def test_hostile_publishers_are_ignored(at, monkeypatch):
                 await until(lambda: socket.poll(0) > 0, "a subscription")
                 topics.append(socket.recv()[1:])
             [asked] = {*topics} - {wire.ALL}
-            good = wire.encode(wire.Snapshot("boot", 1, 0, 1, keys(1), [], 3, 0))
+            good = wire.encode(wire.Snapshot("boot", 1, 0, 1, keys(1), [], 3))
             everybody = [
                 *([], [b""], [b"\xff" * 100]),
                 *([good], [good, good]),  # a snapshot on everybody's topic
@@ -329,7 +329,7 @@ async def test_hostile_publishers_are_ignored(at, monkeypatch):
                     good[:-1],
                     good + b"\x00",
                     good.replace(b"boot", b"b\xffot"),
-                    wire.encode(wire.Heartbeat("boot", 1, 0, 0)),
+                    wire.encode(wire.Heartbeat("boot", 1, 0)),
                 ),
                 *(snapshot(1, 1, [""]), snapshot(1, 1, ["x" * 1000]), snapshot(1, 1, keys(*range(5000)))),
                 *(snapshot(1, 0, []), snapshot(-1, 1, []), snapshot(1, 1 << 40, [])),
@@ -351,9 +351,9 @@ async def test_hostile_publishers_are_ignored(at, monkeypatch):
 async def test_more_names_than_any_instance_has_are_refused(at, monkeypatch, caplog):
     monkeypatch.setattr("vllm_hypic.segment_parallel.events.MOST_NAMES", 10)
     subscription = Subscription(at, None)
-    subscription._hear(wire.Snapshot("boot", 0, 0, 1, keys(*range(10)), [], 0, 0))
+    subscription._hear(wire.Snapshot("boot", 0, 0, 1, keys(*range(10)), [], 0))
     assert subscription.view.known
-    subscription._hear(wire.Changes("boot", 1, keys(11), [], [], 0, 0))
+    subscription._hear(wire.Changes("boot", 1, keys(11), [], [], 0))
     assert not subscription.view.known and not subscription.view.resident
     assert "more than 10 names" in caplog.text
 

@@ -21,7 +21,7 @@ def plan_of(lengths: list[int], islands: list[Ranges], seam: int) -> PromptPlan:
     at = [0, *accumulate([*lengths, 5])]
     pieces = [Piece(tuple(range(a, b)), range(a, b), b - a) for a, b in pairwise(at)]
     return build_plan(
-        ParsedPrompt((Piece((), range(0), 0), *pieces), at[-1], has_primitives=True),
+        ParsedPrompt((Piece((), range(0), 0), *pieces), at[-1]),
         parse_link("hypic", seam, islands="query-50"),
         Namespace.from_config({}),
         LIMITS,

@@ -63,7 +63,7 @@ class BookingEngine(Engine):
         return PoolLimits(self.pages, 1000, 4, 1000, 1000, 1)
 
     def traits(self) -> ModelTraits:
-        return ModelTraits(has_linear=self.linear, has_attention=True)
+        return ModelTraits(has_linear=self.linear)
 
 
 class Bar:

@@ -19,8 +19,8 @@ from vllm_hypic.primitives.policies import (
     parse_link,
 )
 
-HYBRID = ModelTraits(has_linear=True, has_attention=True)
-ATTENTION = ModelTraits(has_linear=False, has_attention=True)
+HYBRID = ModelTraits(has_linear=True)
+ATTENTION = ModelTraits(has_linear=False)
 WIDEST = f"epic-{MAX_SEAM_TOKENS}"
 
 
@@ -107,7 +107,7 @@ def test_methods_that_a_model_cannot_honour_name_the_reason_and_a_way_out() -> N
     reason = parse_link("prompt-cache", 8).refused_by(HYBRID)
     assert reason and "recurrent states" in reason and "Use 'hypic' or 'block'" in reason
     assert parse_link("naive", 8).refused_by(HYBRID) is None
-    convolutions = ModelTraits(has_linear=True, has_attention=True, has_transition=False)
+    convolutions = ModelTraits(has_linear=True, has_transition=False)
     assert parse_link("hypic", 8).refused_by(convolutions) is None
     for traits in (ATTENTION, convolutions):
         reason = parse_link("naive", 8).refused_by(traits)

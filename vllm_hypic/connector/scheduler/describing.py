@@ -44,7 +44,6 @@ def describe(
         reads_successors=planner.reads_successors,
         max_model_len=max_model_len,
         has_linear=traits.has_linear,
-        has_attention=traits.has_attention,
         has_transition=traits.has_transition,
         limits=planner.limits(),
         deadline_s=parallel.deadline_s,

@@ -132,7 +132,6 @@ class Planner:
         geometry = self._geometry
         return ModelTraits(
             has_linear=bool(geometry.linear),
-            has_attention=bool(geometry.attention),
             has_transition=any(layer.has_transition for layer in geometry.linear),
         )
 

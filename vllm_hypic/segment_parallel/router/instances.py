@@ -76,7 +76,8 @@ class Instance:
         self.open_requests = 0
         """Number of clients' requests that are open at this instance."""
         self.last_chosen = 0
-        self._s_per_token: float | None = None
+        self.s_per_token: float | None = None
+        """Smoothed seconds per token; ``None`` before the first timed segment."""
         self._last_done = 0.0
         self._suspect_until = 0.0
         self._back_off_s = 0.0
@@ -160,13 +161,8 @@ class Instance:
         now = time.monotonic()
         found = (now - max(sent_at, self._last_done)) / max(1, tokens)
         self._last_done = now
-        old = self._s_per_token
-        self._s_per_token = found if old is None else old + _SMOOTHING * (found - old)
-
-    @property
-    def s_per_token(self) -> float | None:
-        """Smoothed seconds per token; ``None`` before the first timed segment."""
-        return self._s_per_token
+        old = self.s_per_token
+        self.s_per_token = found if old is None else old + _SMOOTHING * (found - old)
 
 
 def _note(keys: OrderedDict[str, float], key: str) -> None:

@@ -45,7 +45,7 @@ def description(**fields: Any) -> Description:
         **{"receiver": "tcp://127.0.0.1:7100", "events": "tcp://127.0.0.1:7101"},
         **{"separator": SEP, "pdep": PDEP, "pad": PAD},
         **{"link": "hypic", "seam_tokens": SEAM, "min_segment_tokens": LEAST},
-        **{"has_linear": True, "has_attention": True},
+        "has_linear": True,
     }
     return Description(**usual | fields)
 

@@ -36,7 +36,7 @@ MODEL_LEN = 400
 # Names that routers of other versions look for.
 FIELDS = """
     instance model namespace generation landing events separator pdep pad link seam_tokens min_segment_tokens
-    checkpoint_tokens max_model_len context context_tokens islands has_linear has_attention has_transition
+    checkpoint_tokens max_model_len context context_tokens islands has_linear has_transition
     reads_successors learned literal_text quadratic ranks deadline_s shared_tiers limits
 """
 LIMITS = "pages slots page_tokens max_request_tokens tiles record_tiles state_pages"
@@ -62,7 +62,7 @@ def described(side: SchedulerConnector, **more: Any) -> Description:
         **{"namespace": side.namespace.digest, "generation": side.namespace.generation},
         **{"separator": IDS.sep, "pdep": IDS.pdep, "pad": IDS.pad},
         **{name: getattr(config, name) for name in ("link", "seam_tokens", "min_segment_tokens")},
-        **{name: getattr(traits, name) for name in ("has_linear", "has_attention", "has_transition")},
+        **{name: getattr(traits, name) for name in ("has_linear", "has_transition")},
         reads_successors=side.planner.reads_successors,
         max_model_len=MODEL_LEN,
         limits=side.planner.limits(),
