@@ -427,28 +427,14 @@ def test_cost_of_16k_tokens(smollm2: Path) -> None:
     front_end.close()
 
 
-@pytest.mark.slow
-def test_cost_of_mode_off(smollm2: Path) -> None:
-    """``pytest -s -k cost``: rendering, tokenising and our look at the request, in turns with stock's."""
+def test_mode_off_leaves_requests_alone(smollm2: Path) -> None:
+    """The tokens are stock's, and the request says nothing of segments."""
     front_end = FrontEnd(smollm2, mode="off")
-    system = {"role": "system", "content": "Be brief."}
-    messages = [system, {"role": "user", "content": parts(*(prose(i, 1300) for i in range(7)), "Why?")}]
+    messages = [{"role": "user", "content": parts(*(prose(i, 1300) for i in range(7)), "Why?")}]
     params = ChatParams(chat_template=TOOLS_BEHIND, chat_template_kwargs={"tokenize": False, "tools": []})
-    times: dict[bool, list[float]] = {True: [], False: []}
-    looks = []
-    for n in range(24):
-        for ours in (n % 2 == 0, n % 2 == 1):
-            begun = perf_counter()
-            renderer = front_end.renderers[0 if ours else 1]
-            prompt = renderer.render_chat([messages], params, UNLIMITED)[1][0]
-            if ours:
-                ids, rendered = prompt["prompt_token_ids"], perf_counter()
-                asked = EngineCoreRequest("", ids, None, SamplingParams(), None, 0.0, None, None, None)
-                front_end.finder.receive(asked, prompt)
-                looks.append(1e6 * (perf_counter() - rendered))
-                assert asked.sampling_params.extra_args is None
-            times[ours].append(1000 * (perf_counter() - begun))
-    ours, stock = (median(times[who][4:]) for who in (True, False))
-    print(f"off: {len(ids)} tokens, {ours:.1f} ms, stock {stock:.1f} ms, ratio {ours / stock:.3f}; ", end="")
-    print(f"our look {median(looks):.0f} us")
+    ours, stock = (r.render_chat([messages], params, UNLIMITED)[1][0] for r in front_end.renderers)
+    ids = ours["prompt_token_ids"]
+    asked = EngineCoreRequest("", ids, None, SamplingParams(), None, 0.0, None, None, None)
+    front_end.finder.receive(asked, ours)
+    assert ids == stock["prompt_token_ids"] and asked.sampling_params.extra_args is None
     front_end.close()
