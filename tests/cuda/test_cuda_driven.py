@@ -12,11 +12,20 @@ from lib import forked
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", ["driven", "stock"])
-def test_on_the_cpu(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        ("driven", "not slow"),
+        ("stock", "not slow"),
+        # Faults that are planted into the layers: they show what the others would see.
+        pytest.param("driven", "slow", marks=pytest.mark.slow),
+    ],
+    ids=["driven", "stock", "faults"],
+)
+def test_on_the_cpu(name: str, which: str) -> None:
     folder = Path(__file__).parent / name
     done = forked.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, str(folder)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         timeout=3500,
     )

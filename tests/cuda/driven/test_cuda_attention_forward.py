@@ -122,6 +122,7 @@ def test_drafts_are_attended_to_by_those_behind_them_alone(drafts: int, window: 
     assert (found.double() - world.expected())[first + 1].abs().max() > 10 * LIMITS[F32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["distances in the stream", "sinks forgotten", "sinks counted twice"])
 def test_a_fault_of_windows_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(F32, TABLE, window=20, sinks=True)
@@ -216,6 +217,7 @@ def test_interiors_are_captured_unrotated() -> None:
     assert world.runtime.calls == {"capture_kv": 1, "span_attention": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["tokens", "rows", "blocks", "positions", "visible_kv_lens"])
 def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is larger than what is tolerated."""

@@ -280,6 +280,7 @@ def test_a_graph_and_a_pass_without_give_the_same_bits(monkeypatch: pytest.Monke
     assert torch.equal(world.output[: len(requests)], found[: len(requests)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["contents", "rows", "columns"])
 def test_a_fault_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()

@@ -105,6 +105,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), FAULTS)
 def test_a_fault_would_show(name: str, fault: str) -> None:
     """Each is larger than what is tolerated, or found by the stand-in."""
@@ -137,6 +138,7 @@ def test_a_fault_would_show(name: str, fault: str) -> None:
     assert not (found.double() - out).abs().max() < 10 * LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["rows of others", "accepted", "slots of others"])
 def test_a_fault_beside_drafts_would_show(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = QwenWorld(DRAFTED)

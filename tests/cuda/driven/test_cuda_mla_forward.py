@@ -346,6 +346,7 @@ def test_what_is_captured_is_composed_elsewhere(dtype: torch.dtype) -> None:
     assert error < LIMITS[dtype], error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["rotation", "positions", "blocks", "tokens", "visible_kv_lens"])
 def test_a_fault_would_show(fault: str) -> None:
     world = World(torch.float32)

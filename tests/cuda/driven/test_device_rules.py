@@ -75,6 +75,7 @@ def test_no_pass_waits_or_takes_more_than_its_books(made: Any, monkeypatch: Patc
         assert here.peak > layer.bound() - a_part(layer), "books without this part would pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", [partial(Attention, **QUANTISED), Latents], ids=["attention", "latents"])
 def test_attention_in_one_piece_would_show(made: Any, monkeypatch: Patch) -> None:
     layer = made(monkeypatch)
@@ -119,6 +120,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", PASSES.values(), ids=PASSES)
 def test_what_is_against_the_rules_shows(made: Any, monkeypatch: Patch) -> None:
     """Planted in the forward pass, in a file of the package."""
