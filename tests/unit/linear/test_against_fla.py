@@ -66,9 +66,9 @@ def test_mamba2() -> None:
     out, state = naive("simple_gla").naive_recurrent_simple_gla(
         query, key, (d[..., None] * x)[None], (-A * d)[None], 1.0, before.transpose(1, 2)[None]
     )
-    ours, after = mamba2.scan(x, d, -A, B, C, D, before)
+    ours, after = mamba2.scan(x, d, -A, B, C, D, before[None])
     assert relative(out[0] + D[:, None] * x, ours) < FP32
-    assert relative(state[0].transpose(1, 2), after) < FP32
+    assert relative(state[0].transpose(1, 2), after[0]) < FP32
 
 
 def test_linear_attention_with_decays() -> None:
@@ -130,8 +130,8 @@ def test_mamba2_is_transformers() -> None:
     options = {"D": D, "dt_bias": bias, "initial_states": S[None], "dt_softplus": True}
     inputs = x[None], dt[None], A, B[None], C[None]
     theirs, state = mamba2_chunk_scan(*inputs, 32, return_final_states=True, **options)
-    ours, after = mamba2.scan(x, F.softplus(dt.double() + bias), A, B, C, D, S)
-    assert relative(theirs[0], ours) < 1e-6 and relative(state[0], after) < 1e-6
+    ours, after = mamba2.scan(x, F.softplus(dt.double() + bias), A, B, C, D, S[None])
+    assert relative(theirs[0], ours) < 1e-6 and relative(state[0], after[0]) < 1e-6
 
 
 def test_mamba2_convolves_as_torch_does() -> None:
@@ -142,6 +142,6 @@ def test_mamba2_convolves_as_torch_does() -> None:
     total = F.conv1d(padded, w.weight.double().T[:, None], w.bias.double(), groups=12)[0].T
     x, B, C = F.silu(total).split(4, dim=-1)
     d = F.softplus(layer.x.dt[PAD : PAD + 30] + w.dt_bias)
-    y, state = mamba2.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, torch.zeros(1, 4, 4))
-    assert relative(layer.outputs(0, 30), y) < 1e-12 and relative(layer.state(0), state) < 1e-12
+    y, state = mamba2.scan(x[:, None], d, w.rate, B[:, None], C[:, None], w.D, torch.zeros(1, 1, 4, 4))
+    assert relative(layer.outputs(0, 30), y) < 1e-12 and relative(layer.state(0), state[0]) < 1e-12
     assert torch.equal(layer.context(0), rows[-3:])
