@@ -57,7 +57,8 @@ GROUPS = {
         ("tests/server/api", *_rooms("cache_api config connector engine patches primitives")),
     ),
     "triton": Group(
-        ("tests/cuda/triton",), ("vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear")
+        ("tests/cuda/triton",),
+        ("benchmarks/kernel_specs", "vllm_hypic/backends/ops", "tests/unit/backends", "tests/unit/linear"),
     ),
     "copies": Group(
         ("tests/cuda/moving",),
@@ -68,7 +69,7 @@ GROUPS = {
         (
             *("tests/engine/engines.py", "tests/engine/test_audio.py", "tests/engine/test_images.py"),
             *("tests/engine/tiny_audio.py", "tests/engine/tiny_vision.py"),
-            *("tests/unit/backends", "tests/unit/linear"),
+            *("benchmarks/kernel_specs", "tests/unit/backends", "tests/unit/linear"),
             *_rooms("backends engine models patches pool"),
         ),
     ),

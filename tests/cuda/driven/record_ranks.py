@@ -27,9 +27,9 @@ from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 
+from benchmarks.kernel_specs import all_specs
 from vllm_hypic.backends.attention.base import AttentionLink
 from vllm_hypic.backends.linear.layout import linear_step
-from vllm_hypic.backends.ops.compiled import kernel_modules, specs_of
 from vllm_hypic.backends.ops.gated_delta import GatedDeltaInputs
 from vllm_hypic.backends.ops.program import SegmentRow, pack
 from vllm_hypic.patches import cuda_kept_lse
@@ -108,7 +108,7 @@ def beyond_specs(launch: str) -> set[str]:
     return min(found, key=len)
 
 
-SPECS = [spec for module in kernel_modules() for spec in specs_of(module)]
+SPECS = [spec for specs in all_specs().values() for spec in specs]
 KINDS: dict[str, Callable[[int], tuple[set[str], set[str]]]] = {
     "attention": attention,
     "latents": latent,

@@ -4,8 +4,8 @@ import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.kernel_specs.spec import ARCHITECTURES
 from vllm_hypic.backends import ops
-from vllm_hypic.backends.ops.kernel_spec import ARCHITECTURES
 
 SECONDS = 400
 """Longest that one may take, on a slow machine without Triton's cache."""
@@ -22,7 +22,7 @@ class Compilation:
     @property
     def arguments(self) -> list[str]:
         """Python's, for the tool that says a status, a table and complaints."""
-        return ["-m", "vllm_hypic.backends.ops.compiled", "--arch", str(self.architecture), self.operator]
+        return ["-m", "benchmarks.kernel_specs", "--arch", str(self.architecture), self.operator]
 
 
 COMPILATIONS = [

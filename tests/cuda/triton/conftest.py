@@ -113,5 +113,5 @@ def tables(request: pytest.FixtureRequest) -> list[str]:
 def compiled(
     _compiling: dict[Compilation, Future[subprocess.CompletedProcess[str]]],
 ) -> dict[Compilation, Future[subprocess.CompletedProcess[str]]]:
-    """What ``python -m vllm_hypic.backends.ops.compiled`` says of each operator and architecture."""
+    """What ``python -m benchmarks.kernel_specs`` says of each operator and architecture."""
     return _compiling

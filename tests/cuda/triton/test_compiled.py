@@ -1,7 +1,9 @@
 """Every kernel compiles for every architecture within its limits, and the tool that says so can fail."""
 
+import os
 import re
 import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import sys
 import triton
 import triton.language as tl
 from rich.console import Console
-from vllm_hypic.backends.ops import compiled
-from vllm_hypic.backends.ops.kernel_spec import KernelSpec, Limits
+from benchmarks.kernel_specs import compiled
+from benchmarks.kernel_specs.spec import KernelSpec, Limits
 
 @triton.jit
 def sum_kernel(x, out, N: tl.constexpr):
@@ -31,9 +33,8 @@ sys.exit(compiled.check([spec], [90], Console(width=200)))
 
 STATES_IN_16_BITS = """
 from dataclasses import replace
-from vllm_hypic.backends.ops import compiled
-from vllm_hypic.backends.ops.gated_delta.triton.compose import SPECS
-[spec, *_] = SPECS
+from benchmarks.kernel_specs import compiled, gated_delta
+spec = next(s for s in gated_delta.SPECS if s.function.__name__ == "compose_kernel")
 print(compiled.compile_kernel(replace(spec, signature={**spec.signature, "state_ptr": "*bf16"}), 90))
 """
 
@@ -63,7 +64,7 @@ def test_what_exceeds_its_limit_is_named(
 ) -> None:
     program = tmp_path / "planted.py"  # Triton reads a kernel's source
     program.write_text(PLANTED)
-    done = run_compiling(str(program), limits, str(n))
+    done = run_compiling(str(program), limits, str(n), PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == (1 if says else 0), done.stdout + done.stderr
     assert says in done.stdout
 
@@ -75,5 +76,5 @@ def test_compositions_of_states_in_16_bits_compile(run_compiling: Run) -> None:
 
 
 def test_it_refuses_to_run_in_the_interpreter(run_compiling: Run) -> None:
-    done = run_compiling("-m", "vllm_hypic.backends.ops.compiled", TRITON_INTERPRET="1")
+    done = run_compiling("-m", "benchmarks.kernel_specs", TRITON_INTERPRET="1")
     assert done.returncode == 2 and "TRITON_INTERPRET is set" in done.stderr

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from vllm_hypic.backends.ops.gated_delta.triton import capture as delta_capture
-from vllm_hypic.backends.ops.gated_delta.triton import channel_terms, terms
-from vllm_hypic.backends.ops.gated_delta.triton import compose as delta_compose
-from vllm_hypic.backends.ops.kernel_spec import SM90
-from vllm_hypic.backends.ops.linear_layer.triton import convolution
-from vllm_hypic.backends.ops.mamba2.triton import capture as mamba2_capture
-from vllm_hypic.backends.ops.mamba2.triton import compose as mamba2_compose
-from vllm_hypic.backends.ops.span_attention.triton import capture, kernels, latents, merge
+from benchmarks.kernel_specs import all_specs
+from benchmarks.kernel_specs.spec import SM90
 
-ATTENTION = (capture, kernels, latents, merge)
-LINEAR = (delta_capture, delta_compose, terms, channel_terms, convolution, mamba2_capture, mamba2_compose)
 VARIANTS = {
     # Gated delta nets' with gates of heads and of channels, and Mamba2's with states of two sizes.
     "capture_kernel": 2 + 2,
@@ -41,8 +33,8 @@ def test_specs_are_launches(program: str, run_compiling: Run) -> None:
     done = run_compiling(str(Path(__file__).with_name(program)), PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr
     found, linear = [json.loads(line) for line in done.stdout.splitlines()], program == "layer_launches.py"
-    specs = [spec for module in (LINEAR if linear else ATTENTION) for spec in module.SPECS]
-    specs = [spec for spec in specs if linear or SM90 in spec.architectures]
+    specs = [s for name, of in all_specs().items() for s in of if linear != (name == "span_attention")]
+    specs = [s for s in specs if linear or SM90 in s.architectures]
     assert specs
     for spec in specs:
         # As ``record_launches`` prints it.

@@ -17,23 +17,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import ColumnShape, load_columns, store_columns
-from ...linear_layer.triton.plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
+from ...linear_layer.triton.plan import SegmentPlan, SegmentScan, SummaryRow
 from ..arguments import DEAD_BELOW, GatedDeltaCarry, GatedDeltaRecords, GatedDeltaWeights
 from .scan import constants, scan_chunk, zeros_like_columns
 
 RECORD_COLUMNS = 32
 """Columns of S per program of `records_kernel`."""
-_RECORD_SLICE = 32
+RECORD_SLICE = 32
 """Columns of T that a program of `records_kernel` holds at a time."""
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
@@ -313,7 +311,7 @@ def capture(
         tiny,
         **constants(plan.chunk, K, V, weights.key_heads, heads, weights.channel_gates),
         num_warps=shape.warps,
-        num_stages=_STAGES,
+        num_stages=STAGES,
     )
 
 
@@ -341,53 +339,9 @@ def write_records(
         K=K,
         V=V,
         COLUMNS=columns,
-        SLICE=min(_RECORD_SLICE, K),
+        SLICE=min(RECORD_SLICE, K),
         num_warps=4,
     )
 
 
-_STAGES = 3
-
-_TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "block_of_ptr"), "*i32")
-_FLOATS = dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32")
-_STRIDES = dict.fromkeys(
-    ("channels", "state_slot", "state_head", "state_v", "out_row", "out_head", "block_of_slot"), "i32"
-)
-_TYPES = {
-    **_TABLES,
-    **_FLOATS,
-    **_STRIDES,
-    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-    "blocks_ptr": "*fp16",
-    "slots_ptr": "*i32",
-    "summaries": "i32",
-    **dict.fromkeys(("tiny", "dead_below"), "fp32"),
-}
-_UNALIGNED = ("slots_ptr", "block_of_ptr", "block_of_slot", "summaries", "tiny", "dead_below")
-
-
-def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int) -> KernelSpec:
-    types = {argument: _TYPES[argument] for argument in kernel.arg_names if argument not in given}
-    aligned = tuple(argument for argument in types if argument not in _UNALIGNED)
-    return KernelSpec(name, kernel, types, given, warps, stages, aligned, Limits(mma=1, stack=16))
-
-
-SPECS = (
-    *(
-        _spec(
-            f"gated_delta capture, gates of {gates}",
-            capture_kernel,
-            {"state_k": 1, **constants(CHUNKS[-1], 128, 128, key_heads, 32, gates == "channels")},
-            ColumnShape.of(CHUNKS[-1], 128, 128).warps,
-            _STAGES,
-        )
-        for gates, key_heads in (("heads", 16), ("channels", 32))
-    ),
-    _spec(
-        "gated_delta records",
-        records_kernel,
-        {"HEADS": 32, "K": 128, "V": 128, "COLUMNS": RECORD_COLUMNS, "SLICE": _RECORD_SLICE},
-        4,
-        3,
-    ),
-)
+STAGES = 3

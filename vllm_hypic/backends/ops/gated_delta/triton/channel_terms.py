@@ -22,9 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import softplus
-from ...linear_layer.triton.plan import CHUNKS
 from ..arguments import GatedDeltaInputs, GatedDeltaWeights
 from .chunk_rows import chunk_rows, store_values
 from .inverse import unit_lower_inverse
@@ -168,43 +166,14 @@ def compute_channel_terms(
         BOUNDED=weights.gate_bound < 0,
         BLOCK=floats,
         SLICE=min(SLICE, K, V),
-        num_warps=_warps(plan.chunk),
+        num_warps=warps(plan.chunk),
     )
 
 
 SLICE = 32
 
 
-def _warps(chunk: int) -> int:
+def warps(chunk: int) -> int:
     """Return the warps of a program over a chunk of `chunk` rows: one warp per eight rows, because four warps
     for 16 rows would spill registers on sm_90."""
     return chunk // 8
-
-
-_ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "a_ptr"), "*bf16"),
-    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
-    "chunks_ptr": "*i32",
-    **dict.fromkeys(("channels", "a_row"), "i32"),
-}
-_UNALIGNED = {"b_ptr": "*bf16", "b_row": "i32", **dict.fromkeys(("eps", "scale", "gate_bound"), "fp32")}
-
-SPECS = tuple(
-    KernelSpec(
-        f"gated_delta channel terms C={C}",
-        channel_terms_kernel,
-        {**_ALIGNED, **_UNALIGNED},
-        {
-            **{"KEY_HEADS": 32, "HEADS": 32, "K": 128, "V": 128},
-            "C": C,
-            **{"GIVEN": False, "BOUNDED": False},
-            "BLOCK": C * (3 * 128 + 128 + C) + 128,
-            "SLICE": SLICE,
-        },
-        warps=_warps(C),
-        stages=3,
-        aligned=tuple(_ALIGNED),
-        limit=Limits(mma=1),
-    )
-    for C in CHUNKS
-)

@@ -19,10 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernel_spec import SM100, KernelSpec, Limits
 from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import ColumnShape, load_columns, store_columns
-from ...linear_layer.triton.plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
+from ...linear_layer.triton.plan import ComposePlan, ComposeScan, ComposeStep
 from ...linear_layer.triton.products import add_times
 from ...program import Mode
 from ..arguments import GatedDeltaRecords, GatedDeltaWeights
@@ -189,36 +188,8 @@ def compose(
         records.block_of.stride(0),
         **constants(plan.chunk, K, V, weights.key_heads, heads, weights.channel_gates),
         num_warps=shape.warps,
-        num_stages=_STAGES,
+        num_stages=STAGES,
     )
 
 
-_STAGES = 2
-
-_ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr"), "*i32"),
-    "blocks_ptr": "*fp16",
-    **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
-    "record_slot": "i32",
-}
-_UNALIGNED = {"slots_ptr": "*i32", "block_of_ptr": "*i32", "block_of_slot": "i32"}
-
-SPECS = tuple(
-    KernelSpec(
-        f"gated_delta compose C={C}, gates of {gates}",
-        compose_kernel,
-        {**_ALIGNED, **_UNALIGNED},
-        {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
-        warps=ColumnShape.of(C, 128, 128).warps,
-        stages=_STAGES,
-        aligned=tuple(_ALIGNED),
-        # At most 12 spilled words per thread on a B200, and 6 on other GPUs. Gates of channels have float32
-        # keys, which take two parts in registers, and may spill 26.
-        limit=Limits(mma=1, stack=24 if gates == "heads" else 104),
-        limits={SM100: Limits(mma=1, stack=48 if gates == "heads" else 104)},
-    )
-    for gates, key_heads in (("heads", 16), ("channels", 32))
-    for C in CHUNKS
-)
+STAGES = 2

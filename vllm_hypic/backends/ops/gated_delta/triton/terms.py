@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.gates import decay, softplus
-from ...linear_layer.triton.plan import CHUNKS, ComposePlan, SegmentPlan
+from ...linear_layer.triton.plan import ComposePlan, SegmentPlan
 from ...linear_layer.triton.products import add_times_few
 from ..arguments import GatedDeltaInputs, GatedDeltaWeights
 from .channel_terms import compute_channel_terms
@@ -152,34 +151,3 @@ def chunk_terms(
 
 WARPS = 4
 SLICE = 32
-
-_ALIGNED = {
-    "conv_ptr": "*bf16",
-    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
-    "chunks_ptr": "*i32",
-    "channels": "i32",
-}
-_UNALIGNED = {
-    **dict.fromkeys(("a_ptr", "b_ptr"), "*bf16"),
-    **dict.fromkeys(("a_row", "b_row"), "i32"),
-    **dict.fromkeys(("eps", "scale"), "fp32"),
-}
-
-SPECS = tuple(
-    KernelSpec(
-        f"gated_delta terms C={C}",
-        terms_kernel,
-        {**_ALIGNED, **_UNALIGNED},
-        {
-            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
-            "C": C,
-            "BLOCK": block_floats(C, 128, 128),
-            "SLICE": SLICE,
-        },
-        warps=WARPS,
-        stages=3,
-        aligned=tuple(_ALIGNED),
-        limit=Limits(mma=1),
-    )
-    for C in CHUNKS
-)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernel_spec import KernelSpec, Limits
 from ..arguments import ConvolutionCaches, ConvolutionRecords
 from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
@@ -317,7 +316,7 @@ def update_contexts(
     conv, tail = caches.conv, records.conv_tail
     taps, channels = weights.weight.shape
     if len(plan.contexts):
-        contexts_kernel[len(plan.contexts), triton.cdiv(channels, _CONTEXT_CHANNELS)](
+        contexts_kernel[len(plan.contexts), triton.cdiv(channels, CONTEXT_CHANNELS)](
             mixed,
             plan.contexts,
             caches.slots,
@@ -329,55 +328,9 @@ def update_contexts(
             tail.stride(1),
             channels,
             TAPS=taps,
-            BLOCK=_CONTEXT_CHANNELS,
+            BLOCK=CONTEXT_CHANNELS,
             num_warps=4,
         )
 
 
-_CONTEXT_CHANNELS = 512
-
-_ALIGNED = {
-    **dict.fromkeys(("x_ptr", "cache_ptr", "tail_ptr"), "*bf16"),
-    **dict.fromkeys(("x_row", "cache_slot", "cache_row", "tail_slot", "tail_row", "channels"), "i32"),
-}
-_CONVOLVED = {
-    **_ALIGNED,
-    **{"out_ptr": "*bf16", "weight_ptr": "*fp32", "chunks_ptr": "*i32", "gate_row": "i32", "out_row": "i32"},
-}
-_UPDATED = {**_ALIGNED, "contexts_ptr": "*i32"}
-
-_CONSTANTS = {"cache_channel": 1, "PARTS": 2, "ROWS": ROWS, "BLOCK": CHANNELS}
-_GIVEN = {"bias_ptr": "*fp32", "gate_ptr": "*bf16"}
-
-
-def _convolution(name: str, taps: int, *given: str) -> KernelSpec:
-    """Return the spec of a convolution of `taps` taps, with the named pointers of `_GIVEN`."""
-    aligned = {**_CONVOLVED, **{pointer: _GIVEN[pointer] for pointer in given}}
-    left_out = {pointer: None for pointer in _GIVEN if pointer not in given}
-    return KernelSpec(
-        f"linear_layer convolve {name}",
-        convolve_kernel,
-        {**aligned, "slots_ptr": "*i32"},
-        {**_CONSTANTS, **left_out, "TAPS": taps},
-        warps=8,
-        stages=3,
-        aligned=tuple(aligned),
-        limit=Limits(registers=96),
-    )
-
-
-SPECS = (
-    _convolution("gated_delta", 4),
-    _convolution("mamba2", 4, "bias_ptr"),
-    _convolution("short_conv", 3, "gate_ptr"),
-    KernelSpec(
-        "linear_layer contexts",
-        contexts_kernel,
-        {**_UPDATED, "slots_ptr": "*i32"},
-        {"cache_channel": 1, "TAPS": 4, "BLOCK": _CONTEXT_CHANNELS},
-        warps=4,
-        stages=3,
-        aligned=tuple(_UPDATED),
-        limit=Limits(registers=128),
-    ),
-)
+CONTEXT_CHANNELS = 512

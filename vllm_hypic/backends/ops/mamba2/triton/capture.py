@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import load_columns, store_columns
-from ...linear_layer.triton.plan import CHUNKS, SegmentPlan, SegmentScan, SummaryRow
+from ...linear_layer.triton.plan import SegmentPlan, SegmentScan, SummaryRow
 from ..arguments import Mamba2Carry, Mamba2Inputs, Mamba2Records, Mamba2Weights
-from .scan import SIZES, launch, scan_chunk, shape_of, spec, step_sizes
+from .scan import launch, scan_chunk, shape_of, step_sizes
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
 _SUMMARY_FIELDS = tl.constexpr(len(SummaryRow._fields))
@@ -229,16 +229,3 @@ def capture(
         records.log_transition.stride(0),
         **launch(plan.chunk, heads, weights.groups, P, N),
     )
-
-
-_ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "dt_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "D_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr"), "*i32"),
-    **dict.fromkeys(("state_ptr", "carried_ptr", "record_ptr", "record_log_ptr"), "*fp32"),
-    "carried_log_ptr": "*fp64",
-    **dict.fromkeys(("channels", "dt_row", "state_slot", "state_head", "out_row", "out_head"), "i32"),
-    **dict.fromkeys(("record_slot", "record_log_slot"), "i32"),
-}
-
-SPECS = tuple(spec("capture", capture_kernel, _ALIGNED, CHUNKS[-1], N) for N in SIZES)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...linear_layer.arguments import LayerCaches
 from ...linear_layer.triton.columns import load_columns, store_columns
-from ...linear_layer.triton.plan import CHUNKS, ComposePlan, ComposeScan, ComposeStep
+from ...linear_layer.triton.plan import ComposePlan, ComposeScan, ComposeStep
 from ...program import Mode
 from ..arguments import Mamba2Inputs, Mamba2Records, Mamba2Weights
-from .scan import SIZES, launch, scan_chunk, shape_of, spec, step_sizes
+from .scan import launch, scan_chunk, shape_of, step_sizes
 
 _SCAN_FIELDS = tl.constexpr(len(ComposeScan._fields))
 _STEP_FIELDS = tl.constexpr(len(ComposeStep._fields))
@@ -151,15 +151,3 @@ def compose(
         records.log_transition.stride(0),
         **launch(plan.chunk, heads, weights.groups, P, N),
     )
-
-
-_ALIGNED = {
-    **dict.fromkeys(("conv_ptr", "dt_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "D_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr"), "*i32"),
-    **dict.fromkeys(("state_ptr", "record_ptr", "record_log_ptr"), "*fp32"),
-    **dict.fromkeys(("channels", "dt_row", "state_slot", "state_head", "out_row", "out_head"), "i32"),
-    **dict.fromkeys(("record_slot", "record_log_slot"), "i32"),
-}
-
-SPECS = tuple(spec("compose", compose_kernel, _ALIGNED, C, N) for C in CHUNKS for N in SIZES)

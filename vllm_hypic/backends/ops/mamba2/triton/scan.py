@@ -16,14 +16,11 @@ computes C . B and the gates again: beside the products with S this work is smal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import triton
 import triton.language as tl
 
-from ...kernel_spec import KernelSpec, Limits
 from ...linear_layer.triton.columns import ColumnShape
 from ...linear_layer.triton.gates import decay, softplus
 from ...linear_layer.triton.plan import ChunkRow
@@ -53,21 +50,6 @@ def launch(chunk: int, heads: int, groups: int, P: int, N: int) -> dict[str, int
         # Loads ahead take registers, and the longest states leave none.
         "num_stages": 2 if N <= 128 else 1,
     }
-
-
-def spec(name: str, kernel: Any, types: Mapping[str, str], chunk: int, N: int) -> KernelSpec:
-    """Return the spec of `kernel` for a launch with 64 heads of 64 columns in 8 groups; arguments in `types`
-    are aligned, slots are not."""
-    given = launch(chunk, 64, 8, 64, N)
-    warps, stages = given.pop("num_warps"), given.pop("num_stages")
-    # At most 12 spilled words per thread.
-    aligned, limit = tuple(types), Limits(mma=1, stack=48)
-    name, types = f"mamba2 {name} C={chunk} N={N}", {**types, "slots_ptr": "*i32"}
-    return KernelSpec(name, kernel, types, given, warps, stages, aligned, limit)
-
-
-SIZES = (128, 256)
-"""Sizes of states for which a check without a GPU compiles the kernels."""
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import ARCHITECTURES, SM90, KernelSpec
 from .tiles import HeadTiles, load_angles, load_pairs, load_span
 
 LARGEST_FP8 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
@@ -234,12 +233,12 @@ def _launch(
         0 if table is None else table.stride(0),
         token_stride,
         *scales,
-        **_constants(tiles, pool_value.shape[2], neox, block),
+        **constants(tiles, pool_value.shape[2], neox, block),
         num_warps=4,
     )
 
 
-def _constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dict[str, int | bool]:
+def constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dict[str, int | bool]:
     """Return the constants that describe a layer's heads and the cache's blocks."""
     return {
         "SIZE": tiles.size,
@@ -252,46 +251,3 @@ def _constants(tiles: HeadTiles, value_size: int, neox: bool, block: int) -> dic
         "ROWS": ROWS,
         "BLOCK": block,
     }
-
-
-def _spec(
-    name: str,
-    size: int,
-    rotary_dim: int,
-    neox: bool,
-    value_size: int | None = None,
-    block: int = 1,
-    *,
-    fp8: bool = False,
-) -> KernelSpec:
-    tiles = HeadTiles.of(size, rotary_dim)
-    tensors = ("key", "value", "pool_key", "pool_value", "table")
-    scales = ("key_scale", "value_scale")
-    strides = (
-        *(f"{tensor}_stride" for tensor in tensors),
-        *("key_head_stride", "value_head_stride", "token_stride"),
-    )
-    return KernelSpec(
-        f"capture[{name}]",
-        capture_kernel,
-        {
-            **dict.fromkeys(tensors, "*bf16"),
-            **(dict.fromkeys(("pool_key", "pool_value"), "*fp8e4nv") if fp8 else {}),
-            **(dict.fromkeys(scales, "fp32") if fp8 else {}),
-            **dict.fromkeys(("rows", "slots", "positions"), "*i64"),
-            **dict.fromkeys(("count", *strides), "i32"),
-        },
-        {**_constants(tiles, value_size or size, neox, block), **({} if fp8 else dict.fromkeys(scales))},
-        warps=4,
-        stages=3,
-        aligned=(*tensors, *strides),
-        architectures=(SM90,) if fp8 else ARCHITECTURES,
-    )
-
-
-SPECS = (
-    _spec("128", 128, 128, True),
-    _spec("256, 64 rotated, interleaved", 256, 64, False),
-    *(_spec(f"{size}, FP8", size, size, neox, fp8=True) for size, neox in ((128, True), (128, False))),
-    _spec("512 + 64 of latents", 64, 64, False, value_size=512, block=64),
-)

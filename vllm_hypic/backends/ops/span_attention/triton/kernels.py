@@ -13,16 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import ARCHITECTURES, SHARED_PER_BLOCK, SM80, SM90, SM100, KernelSpec, Limits
 from ..plan import FEW_ROWS, ITEM_FIELDS, MERGE_FIELDS, SpanPlan, SpanWork
 from .online import LOG2_E, load_range, load_rows, store_results, turn, weigh
 from .tiles import SMALLEST, HeadTiles, dot_precision, load_angles, load_pairs, load_span
 
 MERGED_PARTS = 16
 """Parts that a merge reads at a time: the number keeps waits for memory few."""
-IN_FLIGHT = 1 << 16
-"""Bytes of K and V that a multiprocessor should have requested while decoding: twice what an H200's memory
-delivers to one of 132 multiprocessors within 0.8 us, about the duration of a memory request."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +259,7 @@ def attend(
             pool_value.stride(-2),
             0 if table is None else table.stride(0),
             0 if block_table is None else pool_key.stride(1),
-            **_constants(plan.kv_heads, group, tiles, neox, query.dtype),
+            **constants(plan.kv_heads, group, tiles, neox, query.dtype),
             ROWS=work.block,
             COLUMNS=launch.columns,
             BLOCK=1 if block_table is None else pool_key.shape[1],
@@ -304,7 +300,7 @@ def merge_parts_(
     )
 
 
-def _constants(
+def constants(
     kv_heads: int, group: int, tiles: HeadTiles, neox: bool, dtype: torch.dtype
 ) -> dict[str, int | bool | str]:
     """Return the constants that describe a layer's heads."""
@@ -351,127 +347,3 @@ def _check(
         raise ValueError("pool_key, pool_value: expected equal strides between tokens")
     if table is not None and (table.dim() != 2 or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, rotary_dim], contiguous")
-
-
-def _decode_limits(launch: Launch, tiles: HeadTiles, dtype: torch.dtype, pool: str) -> Limits:
-    """Return limits for a decoding launch, whose tokens wait for memory.  Enough blocks must fit on a
-    multiprocessor to hide the wait; each block has requested its next columns of K and V.  FP8, converted to
-    the query's type, takes more registers: two blocks must fit, even if they hide less."""
-    ahead = launch.columns * 2 * tiles.size_tile * dtype.itemsize
-    blocks = max(2, -(-IN_FLIGHT // ahead)) if pool == "*bf16" else 2
-    registers = 65_536 // (blocks * launch.warps * 32) // 8 * 8
-    return Limits(registers=min(255, registers), shared=SHARED_PER_BLOCK[SM80] // blocks, mma=2)
-
-
-def _attention_spec(
-    name: str,
-    size: int,
-    rotary_dim: int,
-    block: int,
-    architectures: tuple[int, ...],
-    *,
-    neox: bool = True,
-    kv_heads: int = 8,
-    dtype: torch.dtype = torch.bfloat16,
-    windowed: bool = False,
-    block_size: int = 1,
-    pool: str = "*bf16",
-) -> KernelSpec:
-    tiles = HeadTiles.of(size, rotary_dim)
-    launch = Launch.of(block, tiles, dtype)
-    pools = ("query", "pool_key", "pool_value")
-    strides = [f"{pool.removeprefix('pool_')}_{kind}" for pool in pools for kind in ("stride", "head_stride")]
-    strides += ["table_stride", "token_stride"]
-    tables = ["table"] if rotary_dim else []
-    indices = ["slots", "positions", "visible_kv_lens", "items", *(["hidden_kv_lens"] if windowed else [])]
-    return KernelSpec(
-        f"span_attention[{name}, {block} rows]",
-        span_attention_kernel,
-        {
-            **dict.fromkeys((*pools, *tables), "*fp32" if dtype == torch.float32 else "*bf16"),
-            **({} if dtype == torch.float32 else dict.fromkeys(pools[1:], pool)),
-            **dict.fromkeys(indices, "*i32"),
-            **dict.fromkeys(("out", "lse", "part_out", "part_lse"), "*fp32"),
-            **dict.fromkeys(strides, "i32"),
-            "scale_log2": "fp32",
-        },
-        {
-            **_constants(kv_heads, 8, tiles, neox, dtype),
-            **({} if tables else {"table": None}),
-            **({} if windowed else {"hidden_kv_lens": None}),
-            "ROWS": block,
-            "COLUMNS": launch.columns,
-            "BLOCK": block_size,
-        },
-        launch.warps,
-        launch.stages,
-        aligned=(
-            *(*pools, *tables, *strides, *indices),
-            *("out", "lse", "part_out", "part_lse"),
-        ),
-        limit=_decode_limits(launch, tiles, dtype, pool) if block == FEW_ROWS else Limits(mma=2),
-        architectures=architectures,
-    )
-
-
-SPECS = (
-    _attention_spec("64", 64, 64, FEW_ROWS, (SM90,)),
-    _attention_spec("64", 64, 64, 128, (SM90,)),
-    _attention_spec("128", 128, 128, FEW_ROWS, ARCHITECTURES),
-    _attention_spec("128", 128, 128, 64, (SM80,)),
-    _attention_spec("128", 128, 128, 128, (SM90, SM100)),
-    _attention_spec("128 interleaved", 128, 128, 128, (SM90,), neox=False),
-    _attention_spec("256, 64 rotated", 256, 64, FEW_ROWS, (SM90,), kv_heads=2),
-    _attention_spec("256, 64 rotated", 256, 64, 64, (SM80, SM100), kv_heads=2),
-    _attention_spec("256, 64 rotated", 256, 64, 128, (SM90,), kv_heads=2),
-    *(_attention_spec("64, window", 64, 64, block, (SM90,), windowed=True) for block in (FEW_ROWS, 128)),
-    _attention_spec("128, window", 128, 128, FEW_ROWS, (SM80,), windowed=True),
-    *(
-        _attention_spec("64, vLLM's cache", 64, 0, block, (SM90,), windowed=True, block_size=16)
-        for block in (FEW_ROWS, 128)
-    ),
-    *(
-        _attention_spec("256, vLLM's cache", 256, 0, block, of, kv_heads=2, windowed=True, block_size=16)
-        for block, of in ((64, (SM80, SM100)), (128, (SM90,)))
-    ),
-    # FlashAttention reads FP8 on Hopper.
-    *(
-        _attention_spec("128, FP8", 128, 128, block, (SM90,), windowed=windowed, pool="*fp8e4nv")
-        for block in (FEW_ROWS, 128)
-        for windowed in (False, True)
-    ),
-    *(
-        _attention_spec(
-            "128, vLLM's cache in FP8",
-            *(128, 0, block, (SM90,)),
-            windowed=True,
-            block_size=16,
-            pool="*fp8e4nv",
-        )
-        for block in (FEW_ROWS, 128)
-    ),
-    *(
-        _attention_spec("256, 64 rotated, FP8", 256, 64, block, (SM90,), kv_heads=2, pool="*fp8e4nv")
-        for block in (FEW_ROWS, 128)
-    ),
-    _attention_spec("256, 64 rotated, fp32", 256, 64, 32, (SM80,), kv_heads=2, dtype=torch.float32),
-    *(
-        KernelSpec(
-            f"merge_parts[{size}]",
-            merge_parts_kernel,
-            {"merges": "*i32", **dict.fromkeys(("part_out", "part_lse", "out", "lse"), "*fp32")},
-            {
-                "KV_HEADS": kv_heads,
-                "GROUP": group,
-                "SIZE": size,
-                "SIZE_TILE": size,
-                "PARTS": MERGED_PARTS,
-                "FIELDS": MERGE_FIELDS,
-            },
-            warps=4,
-            stages=3,
-            aligned=("merges", "part_out", "part_lse", "out", "lse"),
-        )
-        for size, kv_heads, group in ((256, 2, 8), (512, 1, 16))
-    ),
-)

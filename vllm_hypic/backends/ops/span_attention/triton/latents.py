@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import ARCHITECTURES, SM90, KernelSpec, Limits
 from ..plan import FEW_ROWS, ITEM_FIELDS, SpanColumns, SpanPlan, many_rows, part_columns
 from .capture import capture_latents_
 from .kernels import merge_parts_
@@ -190,10 +189,10 @@ def attend_latents(
             latents.stride(0),
             0 if block_table is None else latents.stride(1),
             0 if table is None else table.stride(0),
-            **_constants(plan.heads, rank, rope, rotated, neox, query.dtype),
+            **constants(plan.heads, rank, rope, rotated, neox, query.dtype),
             ROWS=work.block,
             BLOCK=1 if block_table is None else latents.shape[1],
-            **_launch(work.block),
+            **launch(work.block),
         )
         merge_parts_(work, plan, part_out, part_lse, out, lse)
     return out, lse
@@ -257,11 +256,11 @@ def warm_up(heads: int, rope: int, table: torch.Tensor | None, neox: bool, cache
     capture_latents_(cache, pool, rope, one, one, one, table, neox)
 
 
-def _launch(block: int) -> dict[str, int]:
+def launch(block: int) -> dict[str, int]:
     return {"COLUMNS": 32, "num_warps": 4 if block == FEW_ROWS else 8, "num_stages": 2}
 
 
-def _constants(
+def constants(
     heads: int, rank: int, rope: int, rotated: bool, neox: bool, dtype: torch.dtype
 ) -> dict[str, int | bool | str]:
     """Return the constants that describe a layer's heads."""
@@ -316,55 +315,3 @@ def _check(
         )
     if table is not None and (table.dim() != 2 or table.shape[1] != rope or table.stride(1) != 1):
         raise ValueError(f"table {tuple(table.shape)}: expected [positions, {rope}], contiguous")
-
-
-def _spec(
-    name: str,
-    block: int,
-    architectures: tuple[int, ...],
-    *,
-    neox: bool = False,
-    block_size: int = 1,
-    heads: int = 16,
-) -> KernelSpec:
-    rotated = block_size == 1
-    launch = _launch(block)
-    tensors = ("query", "query_pe", "latents", "keys", *(("table",) if rotated else ()))
-    strides = (
-        *("query_stride", "query_head_stride", "pe_stride", "pe_head_stride"),
-        *("slot_stride", "token_stride", "table_stride"),
-    )
-    results = ("out", "lse", "part_out", "part_lse")
-    indices = ("visible_kv_lens", "items")
-    unaligned = ("slots", *(("positions",) if rotated else ()))
-    return KernelSpec(
-        f"latents[{name}, {block} rows]",
-        latent_attention_kernel,
-        {
-            **dict.fromkeys(tensors, "*bf16"),
-            **dict.fromkeys((*indices, *unaligned), "*i32"),
-            **dict.fromkeys(results, "*fp32"),
-            **dict.fromkeys(strides, "i32"),
-            "scale_log2": "fp32",
-        },
-        {
-            **_constants(heads, 512, 64, rotated, neox, torch.bfloat16),
-            **({} if rotated else {"positions": None, "table": None}),
-            "ROWS": block,
-            "COLUMNS": launch["COLUMNS"],
-            "BLOCK": block_size,
-        },
-        launch["num_warps"],
-        launch["num_stages"],
-        aligned=(*tensors, *strides, *results, *indices),
-        limit=Limits(mma=2),
-        architectures=architectures,
-    )
-
-
-SPECS = (
-    *(_spec("512 + 64", block, ARCHITECTURES) for block in (FEW_ROWS, 32)),
-    _spec("512 + 64, halves", 32, (SM90,), neox=True),
-    _spec("512 + 64, vLLM's cache", FEW_ROWS, (SM90,), block_size=64),
-    _spec("512 + 64, vLLM's cache", 32, ARCHITECTURES, block_size=64),
-)

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ...kernel_spec import KernelSpec
-
 NUMBERS = 4096
 """Numbers of the public part, and of the private part, that a program holds in registers.  The number limits
 the rows of one head per program; the maximum is 16 rows."""
@@ -116,38 +114,3 @@ def merge_rows_(
         ROWS=block,
         num_warps=4,
     )
-
-
-def _spec(
-    name: str, lse_stride: dict[str, str], constants: dict[str, int], output: str = "*bf16"
-) -> KernelSpec:
-    return KernelSpec(
-        name,
-        merge_kernel,
-        {
-            "output": output,
-            **dict.fromkeys(("output_lse", "other", "other_lse"), "*fp32"),
-            "token_rows": "*i32",
-            **dict.fromkeys(("rows", "output_stride", "output_head_stride", "lse_head_stride"), "i32"),
-            **lse_stride,
-        },
-        {"HEADS": 16, "SIZE": 256, "SIZE_TILE": 256, "ROWS": rows_at_once(256), **constants},
-        warps=4,
-        stages=3,
-        aligned=(
-            *("output", "output_stride", "output_head_stride", "output_lse"),
-            *("other", "other_lse", "token_rows", *lse_stride),
-        ),
-    )
-
-
-SPECS = (
-    _spec("merge[256]", {}, {"lse_stride": 1}),
-    _spec("merge[256, ours in both parts]", {"lse_stride": "i32"}, {}),
-    _spec(
-        "merge[512 of latents]",
-        {"lse_stride": "i32"},
-        {"SIZE": 512, "SIZE_TILE": 512, "ROWS": rows_at_once(512)},
-        "*fp32",
-    ),
-)

@@ -1,8 +1,4 @@
-"""Specs of Triton kernels, from which ``compiled`` checks the kernels without a GPU.
-
-A module in a folder ``triton`` that defines kernels (functions named ``*_kernel``) has a tuple ``SPECS`` with
-at least one spec per kernel.  A spec describes one specialisation: one set of constants.
-"""
+"""A spec of a Triton kernel describes one specialisation, which is one set of constants, and its limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for A100, H100 and B200, without a GPU, and hold what it needs against limits.
 
-    python -m vllm_hypic.backends.ops.compiled [--arch 90] [operator or part of a kernel's name ...]
+    python -m benchmarks.kernel_specs [--arch 90] [operator or part of a kernel's name ...]
 
 prints a table; exit code 1: a limit is exceeded or a kernel does not compile.  Runs in a process without
 ``TRITON_INTERPRET``: what Triton's interpreter takes may not compile, and the other way round.
@@ -9,9 +9,7 @@ prints a table; exit code 1: a limit is exceeded or a kernel does not compile.  
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import re
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import triton
 from rich.console import Console
@@ -28,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.errors import TritonError
 
-from .. import ops
-from .kernel_spec import ARCHITECTURES, SHARED_PER_BLOCK, KernelSpec, Limits
+from . import all_specs
+from .spec import ARCHITECTURES, SHARED_PER_BLOCK, KernelSpec, Limits
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MMA = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
@@ -60,24 +57,6 @@ class Usage:
         if self.mma < limits.mma:
             found.append(f"{self.mma} tensor-core instructions: at least {limits.mma} expected")
         return found
-
-
-def kernel_modules() -> list[ModuleType]:
-    """Import and return all modules of the package's operators that hold Triton code."""
-    found = pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")
-    names = [m.name for m in found if ".triton." in m.name]
-    return [importlib.import_module(name) for name in names]
-
-
-def specs_of(module: ModuleType) -> tuple[KernelSpec, ...]:
-    """Return the specs of a module.  Raise ``ValueError`` for a kernel of the module that has no spec."""
-    specs: tuple[KernelSpec, ...] = getattr(module, "SPECS", ())
-    specified = {spec.function.__name__ for spec in specs}
-    for name, value in vars(module).items():
-        ours = getattr(value, "__module__", None) == module.__name__ and hasattr(value, "arg_names")
-        if ours and name.endswith("_kernel") and name not in specified:
-            raise ValueError(f"{module.__name__}.{name}: a kernel without a KernelSpec in SPECS")
-    return specs
 
 
 def compile_kernel(spec: KernelSpec, architecture: int) -> Usage:
@@ -139,24 +118,19 @@ def check(specs: Iterable[KernelSpec], architectures: Sequence[int], console: Co
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m vllm_hypic.backends.ops.compiled", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernel_specs", description=__doc__)
     parser.add_argument("names", nargs="*", help="operators, or parts of kernels' names  [default: all]")
     parser.add_argument("--arch", type=int, choices=ARCHITECTURES, action="append", help="repeatable")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         parser.error("TRITON_INTERPRET is set: the interpreter's kernels do not compile; unset the variable")
-    specs = [(module, spec) for module in kernel_modules() for spec in specs_of(module)]
-    wanted = [s for module, s in specs if not given.names or _named(module, s, given.names)]
+    specs = [(operator, spec) for operator, specs in all_specs().items() for spec in specs]
+    wanted = [s for operator, s in specs if not given.names or _named(operator, s, given.names)]
     if not wanted:
         parser.error(f"no kernel has a name like {given.names}: expected {[s.name for _, s in specs]}")
     console = Console(width=None if sys.stdout.isatty() else 120)
     return 1 if check(wanted, given.arch or ARCHITECTURES, console) else 0
 
 
-def _named(module: ModuleType, spec: KernelSpec, names: Sequence[str]) -> bool:
-    operator = module.__name__.split(".")[-3]
+def _named(operator: str, spec: KernelSpec, names: Sequence[str]) -> bool:
     return any(name == operator or name in spec.name for name in names)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
