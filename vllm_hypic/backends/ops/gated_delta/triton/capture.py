@@ -33,6 +33,7 @@ RECORD_COLUMNS = 32
 """Columns of S per program of `records_kernel`."""
 RECORD_SLICE = 32
 """Columns of T that a program of `records_kernel` holds at a time."""
+STAGES = 3
 
 _SCAN_FIELDS = tl.constexpr(len(SegmentScan._fields))
 _SUMMARY_FIELDS = tl.constexpr(len(SummaryRow._fields))
@@ -342,6 +343,3 @@ def write_records(
         SLICE=min(RECORD_SLICE, K),
         num_warps=4,
     )
-
-
-STAGES = 3

@@ -30,6 +30,8 @@ from .inverse import unit_lower_inverse
 if TYPE_CHECKING:
     from ...linear_layer.triton.plan import ComposePlan, SegmentPlan
 
+SLICE = 32
+
 
 @triton.jit
 def _log_decay(a, dt_bias, rate, gate_bound, GIVEN: tl.constexpr, BOUNDED: tl.constexpr):
@@ -168,9 +170,6 @@ def compute_channel_terms(
         SLICE=min(SLICE, K, V),
         num_warps=warps(plan.chunk),
     )
-
-
-SLICE = 32
 
 
 def warps(chunk: int) -> int:

@@ -33,6 +33,7 @@ _NONE = tl.constexpr(int(Mode.NONE))
 _RESTORE = tl.constexpr(int(Mode.RESTORE))
 _TRANSITION = tl.constexpr(int(Mode.TRANSITION))
 _ADD = tl.constexpr(int(Mode.ADD))
+STAGES = 2
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr", "block_of_ptr", "block_of_slot"])
@@ -190,6 +191,3 @@ def compose(
         num_warps=shape.warps,
         num_stages=STAGES,
     )
-
-
-STAGES = 2

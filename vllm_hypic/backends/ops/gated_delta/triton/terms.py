@@ -33,6 +33,8 @@ from .inverse import unit_lower_inverse
 
 _EXTRA = 16
 """Floats for `end`, padded so that blocks stay aligned."""
+WARPS = 4
+SLICE = 32
 
 
 def block_floats(C: int, K: int, V: int, channel_gates: bool = False) -> int:
@@ -147,7 +149,3 @@ def chunk_terms(
             num_warps=WARPS,
         )
     return terms
-
-
-WARPS = 4
-SLICE = 32

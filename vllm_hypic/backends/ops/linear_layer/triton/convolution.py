@@ -21,6 +21,7 @@ from .plan import ChunkRow, ComposePlan, ContextRow, SegmentPlan, Source
 
 ROWS, CHANNELS = 16, 128
 """Rows and channels of a block."""
+CONTEXT_CHANNELS = 512
 
 _CHUNK_FIELDS = tl.constexpr(len(ChunkRow._fields))
 _CONTEXT_FIELDS = tl.constexpr(len(ContextRow._fields))
@@ -331,6 +332,3 @@ def update_contexts(
             BLOCK=CONTEXT_CHANNELS,
             num_warps=4,
         )
-
-
-CONTEXT_CHANNELS = 512
