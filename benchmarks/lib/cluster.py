@@ -184,7 +184,8 @@ class Cluster:
         self.combines = [self.instance(f"combine{i}") for i in range(setup.combines)]
         self.router = self._router(self.workers, self.combines, *setup.router)
         self._started: list[Server] = []
-        self._starts: list[Future[None]] = []
+        self._starting: set[Server] = set()
+        self._lock, self._closing = threading.Lock(), False
         # A server ends with the thread that started it: these threads stay as long as the cluster.
         self._keepers = ThreadPoolExecutor(_MOST_STARTED, thread_name_prefix="keeper")
         self._handlers: dict[signal.Signals, Any] = {}
@@ -210,9 +211,7 @@ class Cluster:
     def start(self, *servers: Server) -> None:
         """Start servers, all at once; raise the first failure when all servers have been tried."""
         self._started += servers
-        starts = [self._keepers.submit(server.start) for server in servers]
-        self._starts += starts
-        _all(starts)
+        _all([self._keepers.submit(self._start, server) for server in servers])
 
     def stop(self, *servers: Server) -> None:
         """End servers, all at once, also servers that a test has paused."""
@@ -264,11 +263,25 @@ class Cluster:
         path.touch()
         return path
 
+    def _start(self, server: Server) -> None:
+        """Start a server in a keeper's thread; :meth:`_close` knows it even if an interrupt has kept
+        :meth:`start` from waiting."""
+        with self._lock:
+            if self._closing:
+                return
+            self._starting.add(server)
+        try:
+            server.start()
+        finally:
+            self._starting.discard(server)
+
     def _close(self, *, keep_logs: bool) -> None:
+        with self._lock:
+            self._closing = True
         processes = [p for s in self._started for p in s.processes()]
         try:
             self.stop(*self._started)
-            while not all(start.done() for start in self._starts):  # a server was launched after its stop
+            while self._starting:  # a server was launched after its stop
                 time.sleep(0.1)
                 self.stop(*self._started)
             left = [p.pid for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
