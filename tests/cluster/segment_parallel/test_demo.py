@@ -76,7 +76,13 @@ def test_demo():
 @pytest.mark.engine
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whoever_ends_the_demo_ends_all_of_it(number):
-    demo = subprocess.Popen(DEMO, cwd=ROOT, env=_ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    def heed() -> None:
+        """A job in the background of a script ignores SIGINT, and so would all that it starts."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    demo = subprocess.Popen(
+        DEMO, cwd=ROOT, env=_ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed
+    )
     try:
         process, found = psutil.Process(demo.pid), []
         deadline = time.monotonic() + 120
