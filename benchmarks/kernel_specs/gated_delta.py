@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_hypic.backends.ops.gated_delta.triton import capture, channel_terms, compose, terms
@@ -11,140 +12,124 @@ from vllm_hypic.backends.ops.linear_layer.triton.plan import CHUNKS
 
 from .spec import SM100, KernelSpec, Limits
 
+
+_LIMIT = Limits(mma=1)
+
+
+def _spec(
+    name: str,
+    kernel: Any,
+    aligned: Mapping[str, str],
+    loose: Mapping[str, str],
+    given: Mapping[str, int | bool],
+    *,
+    warps: int,
+    stages: int = 3,
+    limit: Limits = _LIMIT,
+    limits: Mapping[int, Limits] | None = None,
+) -> KernelSpec:
+    """Return the spec of a kernel with constants ``given``; ``loose``: arguments that need no alignment."""
+    types = {**aligned, **loose}
+    return KernelSpec(
+        f"gated_delta {name}", kernel, types, given, warps, stages, tuple(aligned), limit, limits or {}
+    )
+
+
+_SIZES = {"HEADS": 32, "K": 128, "V": 128}
+
 # -- terms of chunks
 
-_TERMS_ALIGNED = {
+_CHUNK = {
     "conv_ptr": "*bf16",
     **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
     "chunks_ptr": "*i32",
     "channels": "i32",
 }
-_TERMS_LOOSE = {
-    **dict.fromkeys(("a_ptr", "b_ptr"), "*bf16"),
-    **dict.fromkeys(("a_row", "b_row"), "i32"),
-    **dict.fromkeys(("eps", "scale"), "fp32"),
-}
+_SCALES = dict.fromkeys(("eps", "scale"), "fp32")
 
 _TERMS = tuple(
-    KernelSpec(
-        f"gated_delta terms C={C}",
+    _spec(
+        f"terms C={C}",
         terms.terms_kernel,
-        {**_TERMS_ALIGNED, **_TERMS_LOOSE},
-        {
-            **{"KEY_HEADS": 16, "HEADS": 32, "K": 128, "V": 128},
-            "C": C,
-            "BLOCK": terms.block_floats(C, 128, 128),
-            "SLICE": terms.SLICE,
-        },
+        _CHUNK,
+        {**dict.fromkeys(("a_ptr", "b_ptr"), "*bf16"), **dict.fromkeys(("a_row", "b_row"), "i32"), **_SCALES},
+        {**_SIZES, "KEY_HEADS": 16, "C": C, "BLOCK": terms.block_floats(C, 128, 128), "SLICE": terms.SLICE},
         warps=terms.WARPS,
-        stages=3,
-        aligned=tuple(_TERMS_ALIGNED),
-        limit=Limits(mma=1),
     )
     for C in CHUNKS
 )
-
-_CHANNELS = {
-    **dict.fromkeys(("conv_ptr", "a_ptr"), "*bf16"),
-    **dict.fromkeys(("rate_ptr", "dt_bias_ptr", "terms_ptr"), "*fp32"),
-    "chunks_ptr": "*i32",
-    **dict.fromkeys(("channels", "a_row"), "i32"),
-}
-_CHANNELS_LOOSE = {"b_ptr": "*bf16", "b_row": "i32", **dict.fromkeys(("eps", "scale", "gate_bound"), "fp32")}
-
 _CHANNEL_TERMS = tuple(
-    KernelSpec(
-        f"gated_delta channel terms C={C}",
+    _spec(
+        f"channel terms C={C}",
         channel_terms.channel_terms_kernel,
-        {**_CHANNELS, **_CHANNELS_LOOSE},
+        {**_CHUNK, "a_ptr": "*bf16", "a_row": "i32"},
+        {"b_ptr": "*bf16", "b_row": "i32", "gate_bound": "fp32", **_SCALES},
         {
-            **{"KEY_HEADS": 32, "HEADS": 32, "K": 128, "V": 128},
-            "C": C,
-            **{"GIVEN": False, "BOUNDED": False},
-            "BLOCK": C * (3 * 128 + 128 + C) + 128,
-            "SLICE": channel_terms.SLICE,
+            **_SIZES,
+            **{"KEY_HEADS": 32, "C": C, "GIVEN": False, "BOUNDED": False},
+            **{"BLOCK": terms.block_floats(C, 128, 128, True), "SLICE": channel_terms.SLICE},
         },
         warps=channel_terms.warps(C),
-        stages=3,
-        aligned=tuple(_CHANNELS),
-        limit=Limits(mma=1),
     )
     for C in CHUNKS
 )
 
-# -- composition
+# -- composition and capture
 
-_COMPOSE_ALIGNED = {
+_GATES = (("heads", 16), ("channels", 32))
+_SCAN = {
     **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-    **dict.fromkeys(("terms_ptr", "state_ptr", "record_ptr"), "*fp32"),
-    **dict.fromkeys(("chunks_ptr", "scans_ptr", "steps_ptr"), "*i32"),
-    "blocks_ptr": "*fp16",
+    **dict.fromkeys(("terms_ptr", "state_ptr"), "*fp32"),
+    **dict.fromkeys(("chunks_ptr", "scans_ptr"), "*i32"),
     **dict.fromkeys(("channels", "state_slot", "state_head", "state_v", "out_row", "out_head"), "i32"),
-    "record_slot": "i32",
 }
-_COMPOSE_LOOSE = {"slots_ptr": "*i32", "block_of_ptr": "*i32", "block_of_slot": "i32"}
 
 _COMPOSE = tuple(
-    KernelSpec(
-        f"gated_delta compose C={C}, gates of {gates}",
+    _spec(
+        f"compose C={C}, gates of {gates}",
         compose.compose_kernel,
-        {**_COMPOSE_ALIGNED, **_COMPOSE_LOOSE},
+        {**_SCAN, "record_ptr": "*fp32", "steps_ptr": "*i32", "blocks_ptr": "*fp16", "record_slot": "i32"},
+        {"slots_ptr": "*i32", "block_of_ptr": "*i32", "block_of_slot": "i32"},
         {"state_k": 1, **constants(C, 128, 128, key_heads, 32, gates == "channels")},
         warps=ColumnShape.of(C, 128, 128).warps,
         stages=compose.STAGES,
-        aligned=tuple(_COMPOSE_ALIGNED),
         # At most 12 spilled words per thread on a B200, and 6 on other GPUs. Gates of channels have float32
         # keys, which take two parts in registers, and may spill 26.
         limit=Limits(mma=1, stack=24 if gates == "heads" else 104),
         limits={SM100: Limits(mma=1, stack=48 if gates == "heads" else 104)},
     )
-    for gates, key_heads in (("heads", 16), ("channels", 32))
+    for gates, key_heads in _GATES
     for C in CHUNKS
 )
 
-# -- capture
-
-_TABLES = dict.fromkeys(("chunks_ptr", "scans_ptr", "summaries_ptr", "alive_ptr", "block_of_ptr"), "*i32")
-_FLOATS = dict.fromkeys(("terms_ptr", "state_ptr", "edges_ptr", "transitions_ptr"), "*fp32")
-_STRIDES = dict.fromkeys(
-    ("channels", "state_slot", "state_head", "state_v", "out_row", "out_head", "block_of_slot"), "i32"
-)
-_TYPES = {
-    **_TABLES,
-    **_FLOATS,
-    **_STRIDES,
-    **dict.fromkeys(("conv_ptr", "out_ptr"), "*bf16"),
-    "blocks_ptr": "*fp16",
-    "slots_ptr": "*i32",
-    "summaries": "i32",
-    **dict.fromkeys(("tiny", "dead_below"), "fp32"),
+_SUMMARIES = {
+    **dict.fromkeys(("summaries_ptr", "alive_ptr"), "*i32"),
+    **dict.fromkeys(("edges_ptr", "transitions_ptr"), "*fp32"),
 }
-_CAPTURE_LOOSE = ("slots_ptr", "block_of_ptr", "block_of_slot", "summaries", "tiny", "dead_below")
-
-
-def _spec(name: str, kernel: Any, given: dict[str, int], warps: int, stages: int) -> KernelSpec:
-    types = {argument: _TYPES[argument] for argument in kernel.arg_names if argument not in given}
-    aligned = tuple(argument for argument in types if argument not in _CAPTURE_LOOSE)
-    return KernelSpec(name, kernel, types, given, warps, stages, aligned, Limits(mma=1, stack=16))
-
+_CAPTURE_LIMIT = Limits(mma=1, stack=16)
 
 _CAPTURE = (
     *(
         _spec(
-            f"gated_delta capture, gates of {gates}",
+            f"capture, gates of {gates}",
             capture.capture_kernel,
+            {**_SCAN, **_SUMMARIES},
+            {"slots_ptr": "*i32", "summaries": "i32", "tiny": "fp32"},
             {"state_k": 1, **constants(CHUNKS[-1], 128, 128, key_heads, 32, gates == "channels")},
-            ColumnShape.of(CHUNKS[-1], 128, 128).warps,
-            capture.STAGES,
+            warps=ColumnShape.of(CHUNKS[-1], 128, 128).warps,
+            stages=capture.STAGES,
+            limit=_CAPTURE_LIMIT,
         )
-        for gates, key_heads in (("heads", 16), ("channels", 32))
+        for gates, key_heads in _GATES
     ),
     _spec(
-        "gated_delta records",
+        "records",
         capture.records_kernel,
-        {"HEADS": 32, "K": 128, "V": 128, "COLUMNS": capture.RECORD_COLUMNS, "SLICE": capture.RECORD_SLICE},
-        4,
-        3,
+        {**_SUMMARIES, "state_ptr": "*fp32", "blocks_ptr": "*fp16", "state_slot": "i32"},
+        {"block_of_ptr": "*i32", "block_of_slot": "i32", "summaries": "i32", "dead_below": "fp32"},
+        {**_SIZES, "COLUMNS": capture.RECORD_COLUMNS, "SLICE": capture.RECORD_SLICE},
+        warps=4,
+        limit=_CAPTURE_LIMIT,
     ),
 )
 

@@ -18,10 +18,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..decays import exp_
+from ..decays import chunk_starts, exp_, in_chunks
 from . import reference
 
 _CHUNK = 64
@@ -48,15 +47,8 @@ def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor) -> tuple[Te
 def _block(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Run rows in chunks of `length`; padding of the last chunk writes nothing and does not decay."""
     n = len(q)
-    chunks = -(-n // length)
-
-    def chunked(t: Tensor) -> Tensor:
-        """Return `t` as [chunks, H, length, channels], padded with zeros."""
-        padded = F.pad(t, (0, 0, 0, 0, 0, chunks * length - n))
-        return padded.view(chunks, length, *t.shape[1:]).transpose(1, 2)
-
-    q, k, v = chunked(q), chunked(k), chunked(v)
-    G = chunked(g).double().cumsum(2)
+    q, k, v, g = (in_chunks(t, length) for t in (q, k, v, g))
+    G = g.double().cumsum(2)
     from_start, to_end = exp_(G.to(q.dtype, copy=True)), exp_((G[:, :, -1:] - G).to(q.dtype))
     # Above the diagonal differences are positive: the clamp keeps them from becoming infinite.
     between = exp_((G[:, :, :, None] - G[:, :, None]).clamp_(max=0.0).to(q.dtype))
@@ -66,10 +58,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, g: Tensor, states: Tensor, length: i
         scores = torch.matmul(q, k.mT) * between[..., 0]
     y = torch.matmul(scores.tril(), v)
     added = torch.matmul((k * to_end).mT, v)
-    starts = torch.empty_like(added)
-    for start, decay, terms in zip(starts, from_start[:, :, -1, :, None], added, strict=True):
-        start.copy_(states[0])
-        states = torch.addcmul(terms, decay, states)
+    starts, states = chunk_starts(states, from_start[:, :, -1, :, None], added)
     y += torch.matmul(q * from_start, starts)
     return y.transpose(1, 2).flatten(0, 1)[:n], states
 

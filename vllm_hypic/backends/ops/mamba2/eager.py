@@ -17,10 +17,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..decays import exp_
+from ..decays import chunk_starts, exp_, in_chunks
 from . import reference
 
 _CHUNK = 64
@@ -49,15 +48,8 @@ def _block(
 ) -> tuple[Tensor, Tensor]:
     """Run rows in chunks of `length`; padding of the last chunk writes nothing and does not decay."""
     (n, heads, P), (groups, N) = x.shape, B.shape[1:]
-    chunks = -(-n // length)
-
-    def chunked(t: Tensor) -> Tensor:
-        """Return `t` as [chunks, H or G, length, size], padded with zeros."""
-        padded = F.pad(t, (0, 0, 0, 0, 0, chunks * length - n))
-        return padded.view(chunks, length, *t.shape[1:]).transpose(1, 2).contiguous()
-
-    d, B, C = chunked(d[..., None]), chunked(B), chunked(C)
-    written = chunked(x).mul_(d)
+    x, d, B, C = (in_chunks(t, length).contiguous() for t in (x, d[..., None], B, C))
+    chunks, written = len(x), x * d
     G = (A.double()[:, None, None] * d).cumsum(2)
     # Above the diagonal differences are positive: the clamp keeps them from becoming infinite.
     between = exp_((G - G.mT).clamp_(max=0.0).to(x.dtype))
@@ -66,10 +58,7 @@ def _block(
     written *= between[..., -1, :, None]
     added = torch.matmul(written.mT.reshape(chunks, groups, -1, length), B).view(chunks, heads, P, N)
     from_start = exp_(G.to(x.dtype, copy=True))
-    starts = torch.empty_like(added)
-    for start, decay, terms in zip(starts, from_start[:, :, -1:], added, strict=True):
-        start.copy_(states[0])
-        states = torch.addcmul(terms, decay, states)
+    starts, states = chunk_starts(states, from_start[:, :, -1:], added)
     of_start = torch.matmul(C, starts.view(chunks, groups, -1, N).mT)  # [chunks, G, length, (H / G) P]
     of_start = of_start.view(chunks, groups, length, -1, P).transpose(2, 3).reshape(y.shape)
     return y.addcmul_(from_start, of_start).transpose(1, 2).flatten(0, 1)[:n], states
