@@ -12,7 +12,6 @@ from vllm_hypic.backends.ops.linear_layer.triton.plan import CHUNKS
 
 from .spec import SM100, KernelSpec, Limits
 
-
 _LIMIT = Limits(mma=1)
 
 
