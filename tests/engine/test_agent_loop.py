@@ -85,6 +85,7 @@ def plain(module_engine: EngineFactory, model: Path) -> Loop:
     return module_engine(model, hypic=False, **SIZES).call(loop, steps(), None, TOOLS)
 
 
+@pytest.mark.fast("structure")
 @pytest.mark.parametrize("mode", ["structure", "text"])
 def test_a_step_computes_what_is_new(ours: Engine, plain: Loop, mode: str) -> None:
     """``pytest -s -k what_is_new`` prints what each step computes, beside stock vLLM."""

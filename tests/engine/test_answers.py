@@ -61,7 +61,7 @@ def test_behind_a_prompt_that_was_here(engine: Engine) -> None:
         assert turn(engine, begun(prompt, answer.tokens, MORE), 1).cached == BEHIND
 
 
-@pytest.mark.fast("async-hybrid", "sync-attention")
+@pytest.mark.fast("async-hybrid")
 def test_stops(engine: Engine) -> None:
     """What is computed of a stop token is a part of the record that is named by it, wherever pages end."""
     for length in range(PAGE):

@@ -19,7 +19,7 @@ from lib.oracle.models import random_segments
 from .conftest import EngineFactory, tight_args
 from .engines import Answer, Ask, Engine, audit, begin, drain, prompt, scheduler_of
 
-REQUESTS = 24
+REQUESTS = 16
 NOISE_FACTOR = 1.5
 """Ours may have this multiple of stock's noise ..."""
 MAX_FLOOR, MEAN_FLOOR = 0.05, 0.005

@@ -173,6 +173,7 @@ def alike(answer: Answer, wanted: Answer) -> bool:
     return apart is None
 
 
+@pytest.mark.slow
 def test_stock_rows_of_qwen(start_engine: EngineFactory, hybrid_model: Path, hypic: Engine) -> None:
     """Where stock code runs the rows, in bfloat16: answers are those without drafts until two tokens are as
     good as each other."""
@@ -321,6 +322,7 @@ def test_beside_mamba2(start_engine: EngineFactory, falcon: Falcon) -> None:
             assert rate(blind) < WELL / 2, blind
 
 
+@pytest.mark.slow
 def test_beside_a_gated_delta_net(start_engine: EngineFactory, saved: Saver, tmp_path: Path) -> None:
     """Two layers for Qwen3.5, of which stock code runs the rows: in bfloat16 answers are those without drafts
     until two tokens are as good as each other."""

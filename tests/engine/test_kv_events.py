@@ -82,8 +82,8 @@ def test_only_blocks_of_plain_requests_are_published(model: Path, start_engine: 
     assert events == wanted, "events of plain requests are those of a stock engine"
     assert {e["type"] for e in events} == {"BlockStored"} and events
     # Blocks are removed as others need them, those of streams without a word.
-    tight = [Ask(tuple(tokens)) for tokens in random_segments([1500] * 16, vocab=480, seed=99)]
-    ours.ask_one_by_one(*tight[:8], COMPOSED, *tight[8:], Ask(tuple(LAST[::-1])))
+    tight = [Ask(tuple(tokens)) for tokens in random_segments([1500] * 8, vocab=480, seed=99)]
+    ours.ask_one_by_one(*tight[:4], COMPOSED, *tight[4:], Ask(tuple(LAST[::-1])))
     events, leaked = ours.call(published, LAST[::-1])
     stored: set[Any] = set()
     for event in events:

@@ -33,6 +33,8 @@ PACKAGES = {
     "llamaindex.md": ("llama_index.core", "llama_index.llms.openai_like"),
 }
 """What pages import that vLLM does not bring."""
+EAGER = {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}
+"""A script's engine compiles nothing."""
 long = pytest.mark.timeout(BOUND_S + 60)
 
 
@@ -75,12 +77,22 @@ def test_folders_and_files_that_are_named_exist():
         assert (ROOT / link).exists(), link
 
 
+@pytest.fixture(params=["eager", "as users start"])
+def eager(request: pytest.FixtureRequest) -> bool:
+    """Whether the test compiles no model, which takes most of its time, and forks its server."""
+    if request.param != "eager":
+        request.getfixturevalue("as_users_start")
+    return request.param == "eager"
+
+
 @pytest.mark.engine
 @long
-def test_usage_prints_what_the_readme_says(tmp_path):
+@pytest.mark.fast("eager")
+def test_usage_prints_what_the_readme_says(tmp_path: Path, eager: bool):
     script, page = tmp_path / "usage.py", README.read_text()
     script.write_text(re.search(r"<!-- tested -->\n```\w+\n(.*?)```", page, re.DOTALL)[1])
-    ended = forked.run([sys.executable, script], cwd=ROOT, env=environment(), timeout=BOUND_S)
+    env = environment() | (EAGER if eager else {})
+    ended = forked.run([sys.executable, script], cwd=ROOT, env=env, timeout=BOUND_S)
     assert ended.returncode == 0, ended.stderr[-3000:]
     printed = [line for line in ended.stdout.splitlines() if re.match(r" val\d+ \d+$", line)]
     assert printed == re.search(r"```text\n(.*?)```", page, re.DOTALL)[1].splitlines()
@@ -88,9 +100,11 @@ def test_usage_prints_what_the_readme_says(tmp_path):
 
 @pytest.mark.engine
 @long
-def test_server_and_client_commands(tmp_path, as_users_start):
+@pytest.mark.fast("eager")
+def test_server_and_client_commands(tmp_path: Path, eager: bool):
     page = blocks(README)
     model, options = served(page["server"])
+    options += ["--enforce-eager"] if eager else []
     with Server(ROOT / model, *options, env=ENV, log=tmp_path / "server.log") as server:
         completion, *lines = printed(page["client"].replace(URL, server.url)).splitlines()
     assert json.loads(completion)["choices"][0]["text"].strip() == "val7"

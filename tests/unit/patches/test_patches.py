@@ -313,6 +313,7 @@ assert (get_num_threads(), torch.get_num_threads()) == (3, 3), (get_num_threads(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_looking_drafts_up_leaves_the_number_of_threads() -> None:
     run = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300)
