@@ -140,3 +140,5 @@ def test_only_what_an_earlier_request_said_is_reused(
     for tokens, computed in ours.call(loop, asked, mode):
         assert len(tokens) - computed <= covered(tokens, seen)
         seen.update(windows(tokens))
+    [(tokens, computed)] = ours.call(loop, chats[:1], mode)
+    assert computed < len(tokens) or len(tokens) < 4 * BLOCK, "a chat that was asked before is not reused"

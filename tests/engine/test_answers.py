@@ -140,9 +140,11 @@ def _tight(module_engine: EngineFactory, hybrid_model: Path, units: tuple[int, i
 
 def test_no_room(tight: Engine) -> None:
     """Answers that grow give way to prompts that wait, and to nobody's harm."""
-    prompts = [begun(SYSTEM, [i], QUESTION) for i in range(12)]
+    prompts, waits = [begun(SYSTEM, [i], QUESTION) for i in range(12)], "vllm:hypic_pool_waits"
+    before = tight.metrics()[waits]
     together = tight.ask(*(Ask(prompt, GENERATED, sampling=KNOWN) for prompt in prompts))
     assert all(len(answer.tokens) == GENERATED for answer in together)
+    assert tight.metrics()[waits] > before
     tight.reset()
     alone = turn(tight, prompts[0])
     assert turn(tight, begun(prompts[0], alone.tokens, MORE), 1).cached > len(prompts[0])

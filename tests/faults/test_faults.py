@@ -233,7 +233,7 @@ def queueing(folder: Path, close_s: float, stop_s: float) -> Iterator[tuple[Serv
             yield server, client, server.wait_for_metrics(lambda m: m[name] >= 2 * DOCUMENTS)[name]
 
 
-@pytest.mark.fast("in one process")
+@pytest.mark.fast("worker apart")
 @pytest.mark.parametrize("processes", ["0", "1"], ids=["in one process", "worker apart"])
 def test_what_is_queued_is_written_before_the_server_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
