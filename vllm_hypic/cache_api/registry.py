@@ -1,7 +1,7 @@
 """The registry of compiled segments, with each segment's id, owner and content.
 
-The registry belongs to the scheduler's process, in an SQLite file of this engine alone (``registry_file.py``)
-or in memory.  Every lookup is by (owner, id) in one index: another owner's id and an id that never existed
+The registry belongs to the scheduler's process, in an SQLite file of this engine alone, or in
+memory.  Every lookup is by (owner, id) in one index: another owner's id and an id that never existed
 take the same path to the same answer.
 
 A killed process loses no change that was answered: each change is one transaction in a write-ahead log.  The
@@ -9,10 +9,16 @@ log is not forced to disk at each commit, because the scheduler would wait: a po
 changes, never the file.  SQLite also holds its own lock on the file and never waits for a lock.  SQLite keeps
 the log's index in its own memory, because network folders have no memory to share.  Times of last use are
 written with the next change.
+
+No two engines use the same file.  Every namespace has files of its own, and an engine takes the first file
+that no living engine holds.  A lock on a second file marks the holder, and ends with the process.  Pins,
+times to live and ids thus belong to one engine; the engine waits for no other engine, and can find only its
+own file damaged.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import secrets
@@ -25,9 +31,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..config.store import DiskConfig, StoreConfig
 from ..primitives.keys import SegmentKey
 from .answers import Place
-from .registry_file import RegistryFile, claim_file
 
 ID_BYTES = 24
 """Random bytes of an id, written in hex so that no command line takes an id for an option."""
@@ -47,6 +53,8 @@ CREATE INDEX by_record ON segments (record_key);
 _PRAGMAS = ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON")
 _ENTRY = "owner, id, place, n_tokens, record_key, created, last_used, expires, pinned"
 _ALIVE = "(expires IS NULL OR expires > ?)"
+_MOST_ENGINES = 256
+"""Limit on the engines of one namespace that share a folder."""
 
 
 class RegistryError(Exception):
@@ -363,3 +371,47 @@ def _reported(path: Path | None) -> Iterator[None]:
 def _entry(row: Iterable) -> Entry:
     owner, segment_id, place, n_tokens, key, created, last_used, expires, pinned = row
     return Entry(owner, segment_id, Place(place), n_tokens, key, created, last_used, expires, bool(pinned))
+
+
+def registry_folder(config: StoreConfig) -> Path | None:
+    """Return the folder of the engine's first disk tier; without a disk tier (``None``) the registry is in
+    memory."""
+    folders = (Path(tier.path) for tier in config.tiers if isinstance(tier, DiskConfig))
+    return next(folders, None)
+
+
+@dataclass(frozen=True)
+class RegistryFile:
+    """A file that this engine alone uses, until the engine releases the file or the process ends."""
+
+    path: Path
+    _lock: int
+    """Descriptor of the locked file beside the registry."""
+
+    def release(self) -> None:
+        os.close(self._lock)
+
+
+def claim_file(folder: Path, namespace: str, replica: int = 0) -> RegistryFile:
+    """Take a file of ``namespace`` (hex digits) in ``folder``, which is made if it is missing.
+
+    The first replica of a server, number 0, decides which ids exist.  Replica 0 gets its own file again,
+    whatever the number of replicas at the next start.
+
+    The function never waits.  Raises ``OSError`` if the folder is not writable or has no locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    of_replica = f"replica{replica}-" if replica else ""
+    for i in range(_MOST_ENGINES):
+        path = folder / f"registry-{namespace[:16]}-{of_replica}{i}.sqlite"
+        lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a living engine holds the lock
+            os.close(lock)
+            continue
+        except BaseException:
+            os.close(lock)
+            raise
+        return RegistryFile(path, lock)
+    raise OSError(f"{folder}: {_MOST_ENGINES} engines use this folder already; choose another folder")

@@ -17,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from ..config.drafting import looks_drafts_up
 from .build import build_scheduler_connector, build_worker_connector
 from .metadata import HypicMetadata, WorkerReport
-from .passes import passes
-from .prompt_readers import prompt_readers
+from .passes import passes, prompt_readers
 from .stats import HypicCounters, HypicPromMetrics, HypicStats
 
 if TYPE_CHECKING:

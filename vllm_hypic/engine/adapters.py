@@ -1,4 +1,6 @@
-"""Identifies the weights of adapters (LoRA): a digest of an adapter's files names the adapter's records.
+"""Identifies the weights of adapters (LoRA), and calls of workers that may change weights.
+
+A digest of an adapter's files names the adapter's records.
 
 vLLM knows an adapter by an id.  Workers read the files at the id's first use, and when a call or a request
 says ``load_inplace``.  Workers also reread the files, unannounced, after other adapters displaced the id.
@@ -13,7 +15,7 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
@@ -25,6 +27,17 @@ logger = init_logger("vllm.hypic.adapters")
 
 _FILES = ("adapter_config.json", *(f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt")))
 """Files of an adapter that vLLM reads."""
+_HARMLESS = frozenset(
+    (
+        *("annotate_profile", "profile", "check_health", "synchronize_device", "wait_for_comm"),
+        *("checkpoint_prepare", "checkpoint_restore", "compute_weight_checksums"),
+        *("save_sharded_state", "save_tensorized_model", "list_loras", "hypic_calls"),
+        *("reset_encoder_cache", "reset_mm_cache", "release_late_interaction_query_cache"),
+        *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
+        *("execute_dummy_batch", "take_draft_token_ids", "update_max_model_len", "vocab_size"),
+    )
+)
+"""Methods of vLLM's workers and of the plugin's workers that change no weights."""
 
 _Stats = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and time of the last change (ns) of each existing file."""
@@ -173,3 +186,9 @@ def _digest(folder: Path | None, stats: _Stats, is_3d: bool) -> str | None:
     except OSError:
         return None
     return digest.hexdigest() if _stats(folder) == stats else None
+
+
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Return whether a call of ``method`` on workers may change weights.
+    The answer is true for every call not known as harmless, a user's own functions and methods included."""
+    return not isinstance(method, str) or not (method in _HARMLESS or method.startswith("get_"))

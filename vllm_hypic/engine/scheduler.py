@@ -23,8 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from ..cache_api.answers import Explanation
 from ..cache_api.commands import COMMAND, AnyCommand, Compile, Explain, Failure, take_command
 from ..cache_api.handler import CommandHandler
-from ..cache_api.registry import SegmentRegistry
-from ..cache_api.registry_file import registry_folder
+from ..cache_api.registry import SegmentRegistry, registry_folder
 from ..connector.passes import passes
 from ..connector.scheduler.connector import SchedulerConnector
 from ..connector.scheduler.planning import PlanRequest
@@ -34,7 +33,7 @@ from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
-from .adapters import Adapters
+from .adapters import Adapters, may_change_weights
 from .explaining import explanation
 from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
@@ -43,7 +42,6 @@ from .kv_events import PlainEvents
 from .media import MediaReader, in_stream, moved
 from .prompt_counts import PromptCounts
 from .prompt_logprobs import PromptLogprobs
-from .weight_changes import may_change_weights
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import EventPublisher

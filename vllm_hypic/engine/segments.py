@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..cache_api.commands import COMMAND, Explain
 from ..config.engine import SegmentingConfig, own_options
@@ -13,15 +17,17 @@ from ..primitives.options import FOUND, FoundSegments, RequestSpec
 from ..primitives.places import pattern
 from ..primitives.segmenter import Found, Segmenter
 from ..primitives.structure import locate
-from ..primitives.token_texts import TokenTexts, special_tokens
+from ..primitives.token_texts import REPLACEMENT, TokenTexts, special_tokens
 from ..primitives.tokens import PrimitiveIds
 from .front_end import RequestChecker, reason_not_to_cut
 from .renderer import CHAT
-from .token_lengths import TokenLengths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Names of one-byte tokens in vocabularies whose other tokens are characters."""
 
 
 class SegmentFinder:
@@ -118,3 +124,40 @@ def segmenter_of(options: SegmentingConfig, texts: TokenTexts, special: Mapping[
         newest_tokens=options.newest_tokens,
         max_segments=options.max_segments,
     )
+
+
+class TokenLengths:
+    """Finds where tokens begin in the text they were made from, by each token's length in bytes of UTF-8,
+    without decoding; for one thread.
+
+    ``special``: ids of special tokens, whose names stand in prompts.
+    """
+
+    def __init__(self, tokenizer: Any, texts: TokenTexts, special: Collection[int]) -> None:
+        self._tokenizer, self._texts, self._special = tokenizer, texts, special
+        self._lengths = np.empty(0, np.int64)
+        """Length in bytes of each token, by id; -1 for a token not looked up yet."""
+
+    def starts(self, ids: Sequence[int], nbytes: int) -> memoryview | None:
+        """Return where each token begins in a text of ``nbytes`` bytes, and the text's end.
+
+        Returns ``None`` if the tokens' lengths do not add up to ``nbytes``.  The tokenizer then changed the
+        text, or tokens were dropped or added.
+        """
+        tokens = np.asarray(array("q", ids))  # takes half the time of np.asarray(ids)
+        if tokens.size and (missing := int(tokens.max()) + 1 - self._lengths.size) > 0:
+            self._lengths = np.append(self._lengths, np.full(missing, -1))
+        for token in np.unique(tokens[self._lengths[tokens] < 0]):
+            self._lengths[token] = self._length(int(token))
+        starts: Any = np.append(0, np.cumsum(self._lengths[tokens]))
+        return memoryview(starts) if starts[-1] == nbytes else None
+
+    def _length(self, token: int) -> int:
+        if token in self._special:
+            return len(self._tokenizer.decode([token], skip_special_tokens=False).encode())
+        [text] = self._texts.of([token])
+        if REPLACEMENT not in text:
+            return len(text.encode())
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        # A byte-level vocabulary writes a byte as a character.
+        return 1 if _BYTE.fullmatch(name) else len(name)

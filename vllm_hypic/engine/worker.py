@@ -23,9 +23,8 @@ from ..connector.multi_connector import own_connector, own_metadata
 from ..connector.worker.connector import WorkerConnector
 from ..pool.step import StepContext, rewritten_positions
 from ..pool.upload import upload
-from .batch_updates import PromptTellingBuilder
 from .drafter import ComposingDrafter, ComposingDraftModel, composing
-from .prompt_lookup import WholePrompts
+from .whole_prompts import PromptTellingBuilder, WholePrompts
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,7 +59,7 @@ class HypicModelRunner(GPUModelRunner):
 
     _counted: SamplingMetadata | None = None
     input_batch: Any
-    """vLLM's batch; while a proposer looks drafts up, :class:`.prompt_lookup.WholePrompts`."""
+    """vLLM's batch; while a proposer looks drafts up, :class:`.WholePrompts`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

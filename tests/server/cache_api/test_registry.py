@@ -14,8 +14,7 @@ import pytest
 
 from vllm_hypic.cache_api.answers import CacheStats, Place, Segment, SegmentPage
 from vllm_hypic.cache_api.commands import Failure
-from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry
-from vllm_hypic.cache_api.registry_file import registry_folder
+from vllm_hypic.cache_api.registry import RegistryError, SegmentRegistry, registry_folder
 from vllm_hypic.cache_api.replicas import joined
 from vllm_hypic.config.store import StoreConfig
 

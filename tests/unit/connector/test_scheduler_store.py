@@ -13,9 +13,8 @@ from vllm_hypic.connector.metadata import HypicMetadata, LoadCount, WorkerReport
 from vllm_hypic.connector.orders import FetchRecord, Order, StoreAction, StoreOrder
 from vllm_hypic.connector.scheduler import retention
 from vllm_hypic.connector.scheduler.connector import SchedulerConnector
-from vllm_hypic.connector.scheduler.expiries import Expiries
 from vllm_hypic.connector.scheduler.planning import PlanningTexts, PlanRequest
-from vllm_hypic.connector.scheduler.retention import PinRefused
+from vllm_hypic.connector.scheduler.retention import Expiries, PinRefused
 from vllm_hypic.connector.scheduler.segment_requests import SegmentRequest
 from vllm_hypic.pool.geometry import AttentionGeometry, PoolGeometry
 from vllm_hypic.pool.plans import RecordPlace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
@@ -13,10 +13,42 @@ from ...primitives.plan import CachedSegment, PromptPlan
 from .directory import SegmentDirectory
 from .entries import Entry, Need
 from .island_runs import Runs
-from .own_prefix import OwnPrefix
 from .pending_loads import POOL
 from .queue import PendingQueue
 from .segment_requests import SegmentRequests
+
+
+@dataclass(frozen=True)
+class PrefixStretch:
+    """Tokens ``[first, stop)`` of a prefix.  ``target``: takes the states behind these tokens; the prefix's
+    record, or a pinned checkpoint."""
+
+    first: int
+    stop: int
+    target: Entry
+
+
+@dataclass(frozen=True)
+class OwnPrefix:
+    """The prefix that a request captures into the record at the place ``entry``.
+
+    ``plan``: the plan that the request runs, behind ``base``, which stays pinned until the request ends;
+    ``ahead``: incomplete stretches, ascending.
+    """
+
+    entry: Entry
+    plan: PromptPlan
+    base: Entry | None
+    ahead: deque[PrefixStretch]
+
+    @property
+    def first(self) -> int:
+        """Number of the prefix's tokens that the request does not compute."""
+        return 0 if self.base is None else self.base.columns
+
+    def makes(self, entry: Entry) -> bool:
+        """Whether the request has yet to complete this record."""
+        return any(stretch.target is entry for stretch in self.ahead)
 
 
 @dataclass

@@ -27,23 +27,20 @@ from ..orders import OUTDATED, Order, OrderQueue, PushRecord, SaveRecord
 from ..stats import HypicCounters
 from .admission import Admission, ComposedRequest
 from .delta_records import DeltaRecords
-from .describing import describe
 from .entries import Lookup
 from .generated_prefixes import NO_DRAFTS, GeneratedPrefixes
 from .growing import GrowingDirectory
 from .island_runs import IslandRuns, whole_runs
 from .missing_records import MissingRecords
+from .outgoing import PendingPushes, Saves
 from .pending_loads import PendingLoads
-from .pending_pushes import PendingPushes
 from .placement import PrefixPlacement, SegmentPlacement
-from .planning import NO_TOKENIZER, Planner, PlanningTexts, PlanRequest
+from .planning import NO_TOKENIZER, Planner, PlanningTexts, PlanRequest, describe
 from .prefixes import Prefixes
-from .request_views import RequestViews
 from .retention import RecordState, Retention
-from .saves import Saves
 from .segment_requests import SegmentRequest, SegmentRequests
 from .stretches import Stretches
-from .worker_view import WorkerView
+from .worker_view import RequestViews, WorkerView
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,8 @@ class SchedulerConnector:
         self.generated = GeneratedPrefixes(
             self.directory, self.admission, grown, prefixes, stored, on=keeps_answers
         )
-        self.views = RequestViews(self.admission, self.segment_requests, self._view, stored)
+        place = None if stored is None else stored.place
+        self.views = RequestViews(self.admission, self.segment_requests, self._view, place)
         self.counters, self._evictions = HypicCounters(), 0
         self.missing = MissingRecords(
             self.directory,

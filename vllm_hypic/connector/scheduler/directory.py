@@ -18,10 +18,7 @@ from ...primitives.keys import SegmentKey
 from ...store.eviction.policy import EvictionPolicy
 from ...store.protocol import CacheValue
 from .entries import MOST_CONTAINING, Entry, Lookup, Need, ScratchSlot, SharedPrefix
-from .pages import Pages
-from .shares import TenantShares
-from .slots import Slots
-from .victims import Victims
+from .space import Pages, Slots, TenantShares, Victims
 
 _NONE: Mapping[SegmentKey, Entry] = MappingProxyType({})
 

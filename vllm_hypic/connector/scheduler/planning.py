@@ -21,6 +21,7 @@ from ...primitives.policies import LinkError, ModelTraits
 from ...primitives.prefix import build_prefix_plan
 from ...primitives.tokens import PrimitiveIds
 from ...primitives.windows import Words
+from ...segment_parallel.description import Description
 from ...store.protocol import CacheValue
 from ...store.shared import shared_tiers
 from .directory import SegmentDirectory
@@ -259,3 +260,49 @@ class Planner:
         once, twice = self._prefill_flops(n), self._prefill_flops(2 * n)
         square = (twice - 2 * once) / (2 * n * n)
         return max(0.0, square / (once / n - square * n))
+
+
+def describe(
+    config: HypicConfig,
+    planner: Planner,
+    instance: str,
+    models: tuple[str, ...],
+    max_model_len: int,
+    ranks: int,
+) -> Description | None:
+    """Return the description of the engine ``instance``; ``None`` without segment parallelism.
+
+    ``models``: names under which the engine serves its model.  ``ranks``: number of workers.
+    """
+    if (parallel := config.segment_parallel) is None:
+        return None
+    ids, traits = planner.ids, planner.traits
+    return Description(
+        instance=instance,
+        models=models,
+        namespace=planner.namespace.digest,
+        generation=planner.namespace.generation,
+        receiver=parallel.receiver_url,
+        events=parallel.events_url,
+        ranks=ranks,
+        separator=ids.sep,
+        pdep=ids.pdep,
+        pad=ids.pad,
+        link=config.link,
+        seam_tokens=config.seam_tokens,
+        context=config.context,
+        islands=config.islands,
+        context_tokens=planner.tokens_behind(config.context),
+        learned="" if planner.learned is None else planner.learned.digest,
+        min_segment_tokens=config.min_segment_tokens,
+        checkpoint_tokens=config.checkpoint_tokens,
+        reads_successors=planner.reads_successors,
+        max_model_len=max_model_len,
+        has_linear=traits.has_linear,
+        has_transition=traits.has_transition,
+        limits=planner.limits(),
+        deadline_s=parallel.deadline_s,
+        quadratic=planner.quadratic,
+        shared_tiers=planner.shared_tiers,
+        literal_text=config.token_texts.literal,
+    )

@@ -16,10 +16,9 @@ from collections.abc import Callable
 
 from ...primitives.plan import CachedSegment, PromptPlan
 from ...primitives.prefix import behind
-from .admission import Admission, ComposedRequest
+from .admission import Admission, ComposedRequest, OwnPrefix, PrefixStretch
 from .entries import Entry, Need
 from .growing import GrowingDirectory
-from .own_prefix import OwnPrefix, PrefixStretch
 from .placement import PrefixPlacement
 from .reuse_estimator import ReuseEstimator
 

@@ -5,9 +5,10 @@ For the scheduler's thread only.
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable
 from dataclasses import dataclass
 
 from ...config.engine import HypicConfig
@@ -20,10 +21,11 @@ from ...store.totals import append_stats, numbers_of, without_latencies
 from ..orders import ClearCaches, OrderQueue, StoreAction, StoreOrder
 from .directory import SegmentDirectory
 from .entries import Lookup, Need
-from .expiries import Expiries
 
 STORED_KEPT = 100_000
 """The most stored records that are remembered."""
+_SLACK = 64
+"""Replaced expiry times that a heap may hold, besides as many as present ones."""
 
 
 class PinRefused(ValueError):
@@ -215,3 +217,37 @@ class Retention:
             self._order(StoreAction.PIN, key)
         for key, at in self._expiries.items():
             self._order(StoreAction.EXPIRE, namespace.renamed(key), at)
+
+
+class Expiries:
+    """Expiry times, in Unix time, by record.  For the scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._at: dict[SegmentKey, float] = {}
+        self._soonest: list[tuple[float, SegmentKey]] = []
+        """A heap of present and replaced times, at most twice as many as present ones plus :data:`_SLACK`."""
+
+    def items(self) -> ItemsView[SegmentKey, float]:
+        """Return all records and their times."""
+        return self._at.items()
+
+    def set(self, key: SegmentKey, at: float | None) -> None:
+        """Replace the record's time; ``None``: the record never expires."""
+        if at is None:
+            self._at.pop(key, None)
+            return
+        self._at[key] = at
+        heapq.heappush(self._soonest, (at, key))
+        if len(self._soonest) > 2 * len(self._at) + _SLACK:
+            self._soonest = [(at, key) for key, at in self._at.items()]
+            heapq.heapify(self._soonest)
+
+    def take_due(self, now: float) -> list[SegmentKey]:
+        """Forget and return the records whose time is at or before ``now``."""
+        due = []
+        while self._soonest and self._soonest[0][0] <= now:
+            at, key = heapq.heappop(self._soonest)
+            if self._at.get(key) == at:
+                del self._at[key]
+                due.append(key)
+        return due

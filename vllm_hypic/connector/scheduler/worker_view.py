@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,10 +11,10 @@ from ...pool.plans import CapturePlan, ComposePoint, RecordPlace, StoredBase, St
 from ...primitives.keys import Role, SegmentKey
 from ...primitives.media import Media, rotary
 from ...primitives.plan import CachedSegment, Part, PromptPlan
+from .admission import Admission, OwnPrefix
 from .entries import Entry
 from .island_runs import Runs
-from .own_prefix import OwnPrefix
-from .segment_requests import SegmentWork
+from .segment_requests import SegmentRequests, SegmentWork
 
 
 class WorkerView:
@@ -185,6 +185,50 @@ class WorkerView:
             successor=segment.tokens[stretch.stop] if stretch.stop < len(segment.tokens) else None,
             stored=stored,
         )
+
+
+class RequestViews:
+    """Makes the worker's plans of composed requests and segment requests.
+
+    ``stored(segment, entry)``: returns how a complete record is stored; ``None`` without tiers."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        segment_requests: SegmentRequests,
+        view: WorkerView,
+        stored: Callable[[CachedSegment, Entry], RecordPlace] | None,
+    ) -> None:
+        self._admission, self._segment_requests = admission, segment_requests
+        self._view, self._stored_at = view, stored
+
+    def stream_plan(self, request_id: str, *, with_prompt: bool = False) -> StreamPlan | None:
+        """Return the stream plan of a composed request, or of a segment request that reads records, about to
+        run; ``None`` for all other requests.  ``with_prompt``: include the whole prompt, as sampling or a
+        drafter reads it."""
+        composed = self._admission.requests.get(request_id)
+        if composed is not None:
+            plan, islands = composed.running, composed.islands
+            if composed.own is not None and not plan.segments:
+                return None
+            return self._view.stream(plan, composed.held, islands, with_prompt=with_prompt)
+        work = self._segment_requests.work_of(request_id)
+        return None if work is None else self._view.behind(work)
+
+    def captures(self, request_id: str) -> tuple[CapturePlan, ...]:
+        """Return the capture plans of a request about to run: a segment request, or one that captures its own
+        prefix; empty for all other requests."""
+        if (work := self._segment_requests.work_of(request_id)) is not None:
+            stored = self._stored(work.segment, work.entry) if work.last else None
+            return (self._view.capture(work, stored=stored),)
+        composed = self._admission.requests.get(request_id)
+        if composed is None or (own := composed.own) is None:
+            return ()
+        return self._view.own(own, stored=self._stored(composed.segment(own.entry.key), own.entry))
+
+    def _stored(self, segment: CachedSegment, entry: Entry) -> RecordPlace | None:
+        """Return how a record goes to the store once it is complete; ``None``: the record is not stored."""
+        return None if self._stored_at is None or entry.forgotten else self._stored_at(segment, entry)
 
 
 def _successors(plan: PromptPlan) -> tuple[tuple[int, int], ...]:

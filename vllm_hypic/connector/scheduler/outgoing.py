@@ -1,15 +1,20 @@
-"""Records on their way to another instance, for requests that ask for the transfer.
+"""Records on their way out of the pool: to other instances, for requests that ask for it, and to the store.
 
 For the scheduler's thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...pool.plans import RecordPlace
+from ...primitives.keys import SegmentKey
 from ..orders import OrderQueue, PushRecord
+
+_REMEMBERED = 4096
+"""The most records remembered with parts of some ranks; the other ranks may never store their parts."""
 
 
 @dataclass
@@ -82,3 +87,25 @@ class PendingPushes:
     def forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
         self._pushes.pop(request_id, None)
+
+
+class Saves:
+    """Counts stored parts of records.  ``ranks``: number of workers; each stores its part once."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._parts: OrderedDict[int, int] = OrderedDict()
+        """Number of stored parts, by serial number, for records with missing parts."""
+
+    def reported(self, saved: Mapping[tuple[int, SegmentKey], int]) -> list[SegmentKey]:
+        """Count the parts that ranks report as stored; return the keys of records that are whole now."""
+        whole = []
+        for (serial, key), parts in saved.items():
+            parts += self._parts.pop(serial, 0)
+            if parts >= self._ranks:
+                whole.append(key)
+                continue
+            self._parts[serial] = parts
+            if len(self._parts) > _REMEMBERED:
+                self._parts.popitem(last=False)
+        return whole

@@ -1,19 +1,43 @@
-"""Speculative decoding that looks drafts up in a request's own tokens, by n-grams and suffixes.
+"""Gives vLLM whole prompts of composed requests, for which a model runner's batch has only streams.
 
-vLLM's proposers read tokens from the model runner's batch, which has only a composed request's stream.  This
-module gives the proposers the same fields of the batch, with whole prompts.
+Logits processors read prompts.  Speculative decoding by n-grams and suffixes looks drafts up in a request's
+own tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm.v1.sample.logits_processor.interface import AddedRequest, BatchUpdate
+from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import InputBatch
+
+PromptsOfLists = Callable[[], Mapping[int, np.ndarray]]
+"""Returns the tokens of whole prompts, by the ``id()`` of the token list in the batch."""
+
+
+class PromptTellingBuilder(BatchUpdateBuilder):
+    """Replaces vLLM's builder in a model runner's batch, from the first step on."""
+
+    added: list[AddedRequest]
+
+    def __init__(self, stock: BatchUpdateBuilder, whole: PromptsOfLists) -> None:
+        super().__init__(stock._removed, stock.added, stock.moved)
+        self.batch_changed = stock.batch_changed
+        self._whole = whole
+
+    def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
+        if self.added and (whole := self._whole()):
+            self.added = [
+                (index, params, whole[id(tokens)].tolist() if id(tokens) in whole else tokens, generated)
+                for index, params, tokens, generated in self.added
+            ]
+        return super().get_and_reset(batch_size)
 
 
 @dataclass(frozen=True)
