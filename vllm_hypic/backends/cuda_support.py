@@ -77,7 +77,7 @@ def _model(config: VllmConfig) -> Iterator[str]:
     if model.enable_sleep_mode:
         yield (
             "--enable-sleep-mode: sleep discards the pool while kept requests need it; drop the option, and "
-            "pause with /pause or /sleep?level=0"
+            "pause with /pause?mode=keep&clear_cache=false (VLLM_SERVER_DEV_MODE=1)"
         )
 
 

@@ -49,7 +49,7 @@ class PinRefused(CacheError):
 
 
 class TooManySegments(CacheError):
-    """The tenant has ``max_tenant_segments`` segments: the segment is not compiled."""
+    """The tenant has ``max_tenant_segments`` segments: the segment gets no id."""
 
 
 class NotAuthorized(CacheError):

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.logger import init_logger
 
 from ..config.drafting import looks_drafts_up
 from .build import build_scheduler_connector, build_worker_connector
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from .scheduler.connector import SchedulerConnector
     from .worker.connector import WorkerConnector
+
+
+logger = init_logger("vllm.hypic.connector")
 
 
 class HypicConnector(KVConnectorBase_V1, SupportsHMA):
@@ -111,6 +115,7 @@ class HypicConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         assert self.scheduler is not None
+        logger.info("hypic: a reset of the caches drops all records")
         self.scheduler.reset(secrets.token_hex(16))
         return True
 

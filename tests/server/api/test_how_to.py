@@ -161,8 +161,9 @@ def test_settings_are_chosen_signed_and_served(
     texts = ["\n\n".join(document((i, j)) for j in range(12)) for i in range(20)]
     for i, written in enumerate(texts):
         Path("FOLDER", f"{i}.txt").write_text(written)
-    tasks = ({"input": "Why?", "context": document(i), "answers": ["So."]} for i in range(2))
-    Path("my.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    for file, first in (("my.jsonl", 0), ("other.jsonl", 2)):
+        tasks = ({"input": "Why?", "context": document(first + i), "answers": ["So."]} for i in range(2))
+        Path(file).write_text("\n".join(map(json.dumps, tasks)))
     Path("log.jsonl").write_text("\n".join(json.dumps({"prompt": written}) for written in texts * 2))
     Path("context.txt").write_text(texts[0])
     commands = [line for name in SAID for line in page[name].splitlines() if line.startswith("vllm-hypic")]
