@@ -120,8 +120,8 @@ async def compile_segment(
 ) -> Response:
     """Compute the segment's record and give the segment an id. Answers when the pool holds the record.
 
-    The same tokens in the same place have the same id for the same tenant. `ttl_s` and `pinned`, where given,
-    apply to the segment that exists.
+    The same tokens in the same place have the same id for the same tenant. `ttl_s`, where given, and
+    `pinned`, if true, apply to the segment that exists.
     """
     salt = _salt(header, body.cache_salt)
     segment = await compilable(body, control, request)
@@ -192,7 +192,8 @@ async def change_segment(
 async def delete_segment(segment_id: SegmentId, control: ControlOf, header: Salt) -> Response:
     """Delete the id, and the segment's record in the pool and in all tiers. Answers with the former segment.
 
-    Requests that use the record now go on with it.
+    Requests that use the record now go on with it. Records of the same text with an adapter, another link
+    method, seam window or context stay until they are evicted or expire.
     """
     return encoded(await control.send(Delete(segment_id), Segment, _salt(header)))
 
@@ -235,7 +236,8 @@ async def explain(
 ) -> Response:
     """Answer with the parts of a request's prompt, their records, and the tokens left to compute.
 
-    The server renders, cuts and plans the request as usual, but neither runs nor caches anything.
+    The server renders, cuts and plans the request as usual, but neither runs nor caches anything. The answer
+    leaves out checkpoints, and prefixes that `prefix` `sparse` records.
     """
     if (salt := _salt(header, body.get("cache_salt"))) is not None:
         body = {**body, "cache_salt": salt}

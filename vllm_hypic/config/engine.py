@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator, SkipValidation, Stri
 from ..primitives.context import SUFFIX, LearnedContext, context_text, read_learned
 from ..primitives.options import MAX_SEGMENTS, LinkDefaults
 from ..primitives.places import pattern
-from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, parse_link
+from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, LinkError, parse_link
 from ..primitives.segmenter import SegmentMode
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
 from .schema import Allowed, ConfigSection, Form, Natural, Number, PathText, Positive, Text, options
@@ -68,6 +68,13 @@ class GateConfig(ConfigSection):
     """Folder of sign-offs; with ``null`` the folder that ``vllm-hypic gate`` writes to by default."""
     choose: Annotated[StrictBool, Allowed("true or false")] = False
     """Serve with the cheapest context and islands signed off as go, not with ``context`` and ``islands``."""
+
+
+def _of_options(refusal: str) -> str:
+    """Return a request's refusal in the names of the engine's options, which may be ``auto``, too."""
+    text = refusal.removeprefix("hypic_")
+    may_be_auto = text.startswith(("context=", "islands="))
+    return text.replace("expected one of ", f"expected one of {AUTO}, ") if may_be_auto else text
 
 
 def _known_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -194,13 +201,17 @@ class HypicConfig(ConfigSection):
     )
     """Texts of the separator, of PDep and of padding."""
     token_ids: Annotated[PrimitiveIds, PlainValidator(_ids), Form("an object, or null")] | None = None
-    """Token ids of the separator, of PDep and of padding; needed only with ``skip_tokenizer_init``."""
+    """Token ids of the separator, of PDep and of padding; needed with
+    ``skip_tokenizer_init``, and for models that keep a tokenizer mode other than ``hf``."""
     dummy_token: Natural | None = None
     """Token that the link method ``epic-0`` puts before a segment; ``null`` is the segment's first token."""
 
     def __post_init__(self) -> None:
         named = ("none" if option == AUTO else option for option in (self.context, self.islands))
-        parse_link(self.link, self.seam_tokens, *named)
+        try:
+            parse_link(self.link, self.seam_tokens, *named)
+        except LinkError as e:
+            raise ValueError(_of_options(str(e))) from None
         if self.checkpoint_tokens % self.page_tokens:
             raise ValueError(
                 f"checkpoint_tokens={self.checkpoint_tokens}: expected a multiple of "

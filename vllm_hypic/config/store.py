@@ -84,7 +84,7 @@ class MemoryConfig(TierConfig):
 
     type: ClassVar[str] = "memory"
     bytes: Size
-    """Budget of the tier."""
+    """Budget of the tier in each worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class DiskConfig(TierConfig):
     path: Text
     """Folder of the tier, made if it is missing. Other files in the folder stay as they are."""
     bytes: Size
-    """Budget of the tier: bytes of records, without the file system's blocks."""
+    """Budget of the tier in each worker: bytes of records, without the file system's blocks."""
     durable: Annotated[StrictBool, Allowed("true or false")] = True
     """Records survive a power cut (``fsync``). With false records survive a killed process only."""
     shared: Shared = False

@@ -186,7 +186,7 @@ def build_worker_connector(vllm_config: VllmConfig, kv_cache_config: KVCacheConf
                 )
             codec = RecordCodec(pool, namespace, part, mover)
             links.append(_open_transfer(config.segment_parallel, codec))
-        if (store := build_store(config.store, namespace.digest)) is not None:
+        if (store := build_store(config.store, namespace.digest, part.rank, part.world)) is not None:
             link = StoreLink(store, RecordCodec(pool, namespace, part, mover))
             links.append(link)
             if config.segment_parallel is not None:

@@ -10,17 +10,20 @@ from ..primitives.segmenter import SEGMENT_MODES
 
 COUNTERS = {
     "requests": "Requests with segments or padding, or with a prefix that the pool records.",
-    "segments_queried": "Segments that requests looked up in the pool.",
+    "segments_queried": "Segments, and their contexts, that requests looked up in the pool.",
     "segments_hit": "Segments found in the pool, in a tier or in a computation under way, or received.",
     "segments_computed": "Segments, and prefixes with prefix=sparse, that the engine computed.",
-    "segments_loaded": "Segments fetched from the store's tiers; segments_hit counts them, too.",
-    "segments_received": "Segments received from other instances.",
+    "segments_loaded": "Segments and checkpoints fetched from the store's tiers; segments_hit counts the "
+    "segments, too.",
+    "segments_received": "Segments received from other instances directly; segments_loaded counts those of a "
+    "shared tier.",
     "segments_received_nixl": "Segments received from other instances over NIXL; the rest came over TCP.",
     "segments_not_received": "Segments that requests awaited from other instances and that did not arrive.",
     "segments_pushed": "Segments delivered to other instances, or to a tier shared with them.",
     "segments_unpushed": "Segments that could not be delivered to another instance or to a shared tier.",
     "tokens_reused": "Prompt tokens read from records.",
-    "tokens_computed": "Prompt tokens computed for requests with segments, their missing segments included.",
+    "tokens_computed": "Prompt tokens of requests with segments that no record held; tokens from vLLM's own "
+    "prefix cache count, too.",
     "tokens_resumed": "Tokens of segments that a checkpoint spared the engine from computing again.",
     "seam_tokens": "Prompt tokens recomputed in seam windows.",
     "island_tokens": "Prompt tokens recomputed in islands.",
@@ -39,7 +42,8 @@ MODES = (*(mode for mode in SEGMENT_MODES if mode != "off"), "named", "separator
 MODE_COUNTERS = {
     "requests": "Requests with segments.",
     "tokens_reused": "Prompt tokens of requests with segments, read from records.",
-    "tokens_computed": "Prompt tokens computed for requests with segments, their missing segments included.",
+    "tokens_computed": "Prompt tokens of requests with segments that no record held; tokens from vLLM's own "
+    "prefix cache count, too.",
     **PIECE_COUNTS,
 }
 STORE_COUNTERS = {

@@ -74,7 +74,7 @@ def refuses_model(model_config: ModelConfig) -> str | None:
         return None
     return (
         f"tokenizer mode {mode!r} has no separator tokens; use --tokenizer-mode hf if the model has a "
-        "Hugging Face tokenizer"
+        "Hugging Face tokenizer, or set token_ids"
     )
 
 

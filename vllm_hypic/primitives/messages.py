@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MAX_HEADER = 16
 """Most tokens between a special token and the end of a header's line."""
@@ -22,6 +22,8 @@ ASKING = ("user", "human")
 RESULTS = ("tool", "function", "functions", "ipython", "observation")
 """Names of roles in headers."""
 _ROLES = frozenset({*ANSWERING, *ASKING, *RESULTS})
+_OPEN = re.compile(r"(?:\A|[^a-z])(?:assistant|model|chatbot|ai)\W*\Z")
+"""Pattern of a prompt's last words where the template writes the answer's header as ordinary text."""
 _WORD = re.compile(r"(?<![=\w.-])[\w-]+")
 """Pattern of a word of a header; a recipient (``to=``) and a function's own name are no words."""
 _RESULT = "<tool_response>"
@@ -67,6 +69,11 @@ def messages_of(
             begins = read(start, min(stop, start + MAX_HEADER)).lstrip()
             asks = role in ASKING and not begins.startswith(_RESULT)
             found.append(Message(start, stop, not found and role is None, role in ANSWERING, asks))
+    if len(found) > 1:
+        last = found[-1]
+        is_short = last.stop == len(ids) and last.stop - last.start <= MAX_HEADER
+        if is_short and not last.asks and _OPEN.search(read(last.start, last.stop).lower()):
+            found[-1] = replace(last, answers=True)
     return found
 
 

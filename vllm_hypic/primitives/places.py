@@ -20,14 +20,14 @@ from .windows import LINE, SENTENCE
 _DOCUMENT = ("document", "doc", "source", "passage", "article", "file")
 PRESETS: dict[str, str | tuple[str, ...]] = {
     "documents": tuple(rf"(?is)<{tag}\b[^<>]*>(?P<segment>.*?)</{tag}>" for tag in _DOCUMENT),
-    "rules": r"(?:\A|\n)(?:[ \t]*(?:[-=_*~#]{10,}|</?[A-Za-z][\w-]*[^<>\n]*>)[ \t]*(?:\n\s*|\z))+",
-    "titles": r"(?i)(?:\A|\n)[ \t]*(?:"
+    "rules": r"(?:\A|\n)(?:[ \t]*(?:[-=_*~#]{10,}|</?[A-Za-z][\w-]*[^<>\n]*>)[ \t\r]*(?:\n\s*|\z))+",
+    "titles": r"(?i)(?:\A|\n)[ \t\r]*(?:"
     r"(?:context|documents|sources|passages|question|query)\b[^\n:]{0,40}:\s*"
     r"|(?:document|doc|source|passage|article|file|chunk)[ \t]*[\[(#]?\d{1,4}\b[\])]?[ \t]*[:.]?\s*"
     r"|()(?:title|document|source|passage|article|file)\b[^\n]{0,200}:"
     r"|\n[ \t]*()[a-z][\w .-]{0,30}:[ \t])",
-    "indents": r"\n[ \t]*\n[ \t]{2,}\s*",
-    "blank-lines": r"\n[ \t]*\n\s*",
+    "indents": r"\n[ \t\r]*\n[ \t]{2,}\s*",
+    "blank-lines": r"\n[ \t\r]*\n\s*",
     "lines": r"\n\s*",
     "fences": r"(?s)```[^\n`]*\n(?P<segment>.*?)\n```",
     "json-lines": r"(?m)^\s*(?P<segment>\{\".{200,}\}),?\s*$",

@@ -87,14 +87,16 @@ class Segmenter:
             return Found((), Counter())
         texts = self._texts(ids)
         messages = messages_of(ids, lambda start, stop: "".join(texts[start:stop]), self._special)
-        asked = [m for m in messages if not m.answers][-1:] or messages[-1:]
         newest = newest_of(messages)
+        said = [i for i, message in enumerate(messages) if not message.answers]
+        # The ends of these messages are exact: the model answers the question, a later message, or goes on.
+        asked = {newest, *said[-1:], len(messages) - 1}
         pieces = [
             (message.start + start, message.start + stop)
             for i, message in enumerate(messages)
             if i < newest or message.stop - message.start > self._newest
             for start, stop in self._pieces(
-                Marks(texts[message.start : message.stop]), mode, leads=message.leads, asks=message in asked
+                Marks(texts[message.start : message.stop]), mode, leads=message.leads, asks=i in asked
             )
         ]
         return self._found(pieces, Counter())

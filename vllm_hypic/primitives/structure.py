@@ -255,14 +255,16 @@ def _documents(documents: list[Any], search: _Search, counts: Counter[str], leas
 
 def _messages(messages: Sequence[Any], search: _Search, counts: Counter[str], least: int) -> Iterator[_Piece]:
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
-    asking = max((i for i, role in enumerate(roles) if role not in (None, _ANSWERING)), default=-1)
-    newest = max((i for i, role in enumerate(roles) if role == _ASKING), default=asking)
+    said_last = max((i for i, role in enumerate(roles) if role not in (None, _ANSWERING)), default=-1)
+    newest = max((i for i, role in enumerate(roles) if role == _ASKING), default=said_last)
+    # The ends of these messages are exact: the model answers the question, a later message, or goes on.
+    asking = {newest, said_last, len(messages) - 1}
     for i, message in enumerate(messages):
         parts = _parts(message) if roles[i] is not None else []
         said = [n for n, (text, _) in enumerate(parts, start=1) if text.strip()]
         last, single = max(said, default=len(parts)), len(said) <= 1  # templates write nothing of empty parts
         for n, (text, marked) in enumerate(parts, start=1):
-            asks = i == asking and n == last
+            asks = i in asking and n == last
             open_ended = not marked and roles[i] not in _RESULTS and (asks or single)
             text = text.strip()
             if len(_bytes(text)) < least:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ..config.store import (
@@ -16,15 +17,15 @@ from ..config.store import (
 )
 from ..errors import ConfigError
 from .eviction.policy import make_policy
-from .protocol import CacheValue
+from .protocol import CacheValue, ObjectName
 from .record import PEEK_BYTES, Fault, peek_value
 from .settings import StoreSettings
 from .tiered import TieredStore
 from .tiers.base import Tier
 
 
-def build_store(config: StoreConfig, namespace: str) -> TieredStore | None:
-    """Return the open store of one worker, or ``None`` if ``config`` has no tiers.
+def build_store(config: StoreConfig, namespace: str, rank: int = 0, world: int = 1) -> TieredStore | None:
+    """Return the open store of the worker ``rank`` of ``world``, or ``None`` if ``config`` has no tiers.
 
     The call waits at most :attr:`StoreSettings.open_s` seconds for tiers to open.  ``namespace`` separates
     the objects of different models and layouts in shared tiers.  Raises :class:`ConfigError` with the index
@@ -38,15 +39,22 @@ def build_store(config: StoreConfig, namespace: str) -> TieredStore | None:
         ttl_s=config.ttl_s,
         close_s=config.close_s,
     )
-    tiers = [_build(i, tier, config, namespace) for i, tier in enumerate(config.tiers)]
+
+    def counts(name: ObjectName) -> bool:
+        """Whether no other rank of this engine wrote the object: each rank has a budget of its own."""
+        return not name.endswith(f"-{world}") or name.endswith(f".{rank}-{world}")
+
+    tiers = [_build(i, tier, config, namespace, counts) for i, tier in enumerate(config.tiers)]
     store = TieredStore(tiers, settings, appraise=_value_of_record)
     store.open()
     return store
 
 
-def _build(i: int, tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
+def _build(
+    i: int, tier: TierConfig, config: StoreConfig, namespace: str, counts: Callable[[ObjectName], bool]
+) -> Tier:
     try:
-        return _make(tier, config, namespace)
+        return _make(tier, config, namespace, counts)
     except ImportError as e:
         raise ConfigError(
             f"hypic config: store.tiers[{i}]: a package of the {tier.type} tier is missing: {e}"
@@ -55,7 +63,9 @@ def _build(i: int, tier: TierConfig, config: StoreConfig, namespace: str) -> Tie
         raise ConfigError(f"hypic config: store.tiers[{i}]: {e}") from e
 
 
-def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
+def _make(
+    tier: TierConfig, config: StoreConfig, namespace: str, counts: Callable[[ObjectName], bool]
+) -> Tier:
     match tier:
         case MemoryConfig():
             from .tiers.memory import MemoryTier
@@ -74,6 +84,7 @@ def _make(tier: TierConfig, config: StoreConfig, namespace: str) -> Tier:
                 shared=bool(tier.shared),
                 namespace=namespace,
                 ttl_s=config.ttl_s,
+                counts=counts,
             )
         case RedisConfig():
             from .tiers.redis import RedisTier

@@ -25,7 +25,8 @@ HELPS = 0.95
     "--documents",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A folder of texts like the documents of later prompts; all of its files are read.",
+    help="A folder of at least 20 UTF-8 texts like the documents of later prompts; texts below 896 tokens "
+    "are left out.",
 )
 @click.option(
     "--output",

@@ -56,8 +56,10 @@ def test_options_made_in_python_are_checked_too() -> None:
     says = r"hypic config: gate\.require='always': expected one of off, warn, go"
     with pytest.raises(ConfigError, match=says):
         GateConfig("always")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="hypic_seam_tokens=-1"):
+    with pytest.raises(ConfigError, match="hypic config: seam_tokens=-1: expected an integer from 0"):
         dataclasses.replace(HypicConfig(), seam_tokens=-1)
+    with pytest.raises(ConfigError, match="hypic config: context='Auto': expected one of auto, none"):
+        HypicConfig(context="Auto")
 
 
 def test_unknown_options_are_refused_with_the_known_ones() -> None:

@@ -23,6 +23,10 @@ def front_ends(tokenizer_dirs) -> Iterator[dict[int, FrontEnd]]:
         front_end.close()
 
 
+QUERY = 16
+"""``query_tokens`` of these front ends."""
+
+
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
@@ -81,6 +85,44 @@ def test_what_a_chat_ends_with_is_in_no_segment(front_ends, mode: str, said: lis
     for start, stop in asked.spans:
         [of] = [i for i, tokens in enumerate(where) if start in tokens]
         assert stop - 1 in where[of] and (of < last or len(where[of]) > newest)
+
+
+CONTINUED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+)
+CALLED = [turn("assistant", '{"name": "search"}'), turn("tool", "short")]
+REMINDED = [turn("system", "Reminder: be brief.")]
+
+
+@pytest.mark.parametrize(
+    "behind", [CALLED, REMINDED, CALLED * 2], ids=["a result", "a reminder", "two steps"]
+)
+@pytest.mark.parametrize("mode", ["structure", "text", "cdc"])
+@pytest.mark.parametrize("glue", ["\n", "\n\n"])
+def test_a_long_question_stays_where_it_was_when_the_chat_goes_on(
+    front_ends, mode: str, behind: list[Any], glue: str
+) -> None:
+    front_end, question = front_ends[40], "Which access code has the office in Oslo?"
+    said = [turn("user", glue.join([*(prose(i, 45) for i in range(9)), question]))]
+    found = []
+    for chat in (said, [*said, *behind]):
+        prompt = front_end.prompts(chat)[0]
+        asked = front_end.asked(prompt["prompt_token_ids"], prompt, mode)
+        tokenizer = front_end.renderers[0].get_tokenizer()
+        [where] = placed(asked, chat, prompt["prompt"], tokenizer)[:1]
+        found.append([span for span in asked.spans if span[0] in where])
+        assert not any(question[-9:] in tokenizer.decode(asked.ids[a:b]) for a, b in found[-1])
+    assert found[0] and found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", ["structure", "text", "cdc"])
+def test_a_long_answer_that_goes_on_is_exact_at_its_end(front_ends, mode: str) -> None:
+    front_end = front_ends[40]
+    said = [turn("user", "Write."), turn("assistant", " ".join(prose(i, 45) for i in range(9)))]
+    prompt = front_end.prompts(said, CONTINUED)[0]
+    asked = front_end.asked(prompt["prompt_token_ids"], prompt, mode)
+    assert asked.spans and max(stop for _, stop in asked.spans) <= len(asked.ids) - QUERY
 
 
 def test_an_empty_part_changes_no_segment(front_ends) -> None:

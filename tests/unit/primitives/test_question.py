@@ -49,16 +49,35 @@ CHATS = {
 }
 
 
+# Their headers are ordinary text, and only the ends of messages are special.
+PLAIN = {
+    "Zephyr": f"@user@\n{DOCUMENT}{FIRST}</s>\n@assistant@\n{ANSWER}</s>\n@user@\n{ASKED}</s>\n@assistant@\n",
+    "OpenChat": f"GPT4 Correct User: {DOCUMENT}{FIRST}</s>GPT4 Correct Assistant: {ANSWER}</s>"
+    f"GPT4 Correct User: {ASKED}</s>GPT4 Correct Assistant:",
+    "MiniMax": f"<|b|>user name=u\n{ASKED}<|e|>\n<|b|>ai name=assistant\n",
+}
+
+
+@pytest.mark.parametrize("template", PLAIN)
+def test_a_header_of_ordinary_text_is_no_question(template: str) -> None:
+    first, stop, tokens = question_of(PLAIN[template])
+    assert "".join(tokens[first:stop]).endswith(ASKED)
+
+
 @pytest.mark.parametrize("template", CHATS)
 def test_the_question_is_the_users_last_message(template: str) -> None:
-    tokens = TOKEN.findall(CHATS[template])
-    assert "".join(tokens) == CHATS[template]
+    first, stop, tokens = question_of(CHATS[template])
+    found = "".join(tokens[first:stop])
+    assert found.endswith(ASKED) and found.removesuffix(ASKED).strip() in ("", DOCUMENT.strip())
+
+
+def question_of(chat: str) -> tuple[int, int, list[str]]:
+    tokens = TOKEN.findall(chat)
+    assert "".join(tokens) == chat
     names = list(dict.fromkeys(tokens))
     special = {i: name for i, name in enumerate(names) if SPECIAL.fullmatch(name)}
 
     def texts(ids: Sequence[int]) -> list[str]:
         return ["\n" if i in special else names[i] for i in ids]
 
-    first, stop = Words(texts, special).question_in([names.index(token) for token in tokens])
-    found = "".join(tokens[first:stop])
-    assert found.endswith(ASKED) and found.removesuffix(ASKED).strip() in ("", DOCUMENT.strip())
+    return *Words(texts, special).question_in([names.index(token) for token in tokens]), tokens

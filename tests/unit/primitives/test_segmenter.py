@@ -287,6 +287,14 @@ def test_a_document_is_the_same_segments_wherever_it_stands(presets: Chat, form,
     assert len(found[0]) == len(found[1])
 
 
+def test_lines_may_end_with_crlf(presets: Chat) -> None:
+    found = []
+    for order in ORDERS:
+        user = "\r\n\r\n".join([*(prose(i, 120) for i in order), "Why?"])
+        found.append(set(presets.segments(presets.ids(("user", user)))))
+    assert len(found[0]) == len(found[1]) == 4 and len(found[0] & found[1]) >= 3
+
+
 @pytest.mark.parametrize("mode", ["text", "cdc"])
 @pytest.mark.parametrize(
     "question",

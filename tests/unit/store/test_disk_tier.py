@@ -262,9 +262,9 @@ cannot read them needs another version of the format."""
 KEYS = [hashlib.sha256(f"segment {i}".encode()).hexdigest() for i in range(2)]
 
 
-def store_in(folder: Path, namespace: str, **options: object) -> TieredStore:
+def store_in(folder: Path, namespace: str, rank: int = 0, world: int = 1, **options: object) -> TieredStore:
     tier = {"type": "disk", "path": str(folder), "bytes": "1MB", **options}
-    store = build_store(StoreConfig.from_mapping({"tiers": [tier]}), namespace)
+    store = build_store(StoreConfig.from_mapping({"tiers": [tier]}), namespace, rank, world)
     assert store is not None
     return store
 
@@ -320,17 +320,20 @@ def test_cache_values_of_an_earlier_version_are_known(on_disk: OpenTier, tmp_pat
 MINE, OTHERS = "ab" * 32, "cd" * 32
 
 
-def save(store: TieredStore, namespace: str, text: str, sections: int = 1) -> ObjectName:
+def save(
+    store: TieredStore, namespace: str, text: str, sections: int = 1, rank: int = 0, world: int = 1
+) -> ObjectName:
     """Store one record, whose header is the longer the more sections it has; its name."""
     key = hashlib.sha256(f"{namespace} {text}".encode()).hexdigest()
     parts = tuple(Section(f"layer.{i}/k", "bfloat16", (2,)) for i in range(sections))
     data = written(replace(HEADER, namespace=namespace, key=key, sections=parts))
-    reservation = store.reserve(object_name(key), CacheValue(3, 1e9, data.nbytes))
+    name = object_name(key, rank, world)
+    reservation = store.reserve(name, CacheValue(3, 1e9, data.nbytes))
     assert reservation is not None
     reservation.buffer[:] = data
     store.commit(reservation)
     assert store.drain(PATIENCE_S)
-    return object_name(key)
+    return name
 
 
 def files(folder: Path) -> set[str]:
@@ -356,6 +359,21 @@ def test_clear_leaves_records_of_others(stores: tuple[TieredStore, TieredStore],
     wait_for(lambda: files(tmp_path) == kept, "its own records' end")
     assert late.drain(PATIENCE_S) and files(tmp_path) == kept
     late.close()
+
+
+@pytest.mark.parametrize(("world", "left"), [(2, 12), (4, 6)], ids=["as before", "with other ranks"])
+def test_each_rank_has_its_budget_after_a_restart(tmp_path: Path, world: int, left: int) -> None:
+    """Objects of former ranks, which nobody asks for, count as any others in the folder do."""
+    room = {"bytes": 6 * written(replace(HEADER, namespace=MINE)).nbytes + 100}
+    for rank in range(2):
+        store = store_in(tmp_path, MINE, rank, 2, **room)
+        for i in range(6):
+            save(store, MINE, str(i), rank=rank, world=2)
+        store.close()
+    assert len(files(tmp_path)) == 12
+    for rank in range(world):
+        store_in(tmp_path, MINE, rank, world, **room).close()
+    assert len(files(tmp_path)) == left
 
 
 def test_clear_leaves_what_it_cannot_read(stores: tuple[TieredStore, TieredStore], tmp_path: Path) -> None:

@@ -65,7 +65,10 @@ class Exit(IntEnum):
 
 
 LIMITS = {
-    "loss": ("max-loss", "Most points that answers may lose on average."),
+    "loss": (
+        "max-loss",
+        "Most points that answers may lose on average; a larger loss passes if its interval reaches 0.",
+    ),
     "certain_loss": (
         "max-certain-loss",
         "No-go if the whole interval of the loss, in points, lies beyond this number.",
