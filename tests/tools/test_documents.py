@@ -188,9 +188,10 @@ def has_options(source: str, words: list[str]) -> None:
 
 def is_known(word: str) -> bool:
     """Whether ``setup.py`` or ``Makefile`` has the package in this version, or it is installed."""
-    name, extra, pin = re.fullmatch(r"([\w-]+)(?:\[(\w+)\])?(==\S+)?", word).groups()
-    if extra:
-        return name == "vllm-hypic" and f'"{extra}": [' in SETUP
+    name, extras, pin = re.fullmatch(r"([\w-]+|\.)(?:\[([\w,]+)\])?(==\S+)?", word).groups()
+    if extras:
+        ours = name in ("vllm-hypic", ".")
+        return ours and all(f'"{extra}": [' in SETUP for extra in extras.split(","))
     [vllm] = re.findall(r'^VLLM = "(.*)"', SETUP, re.MULTILINE)
     listed = f"{name}{pin or '=='}" in SETUP.replace("{VLLM}", vllm) + MAKEFILE
     return listed or (not pin and (f'"{name}"' in SETUP or any(distributions(name=name))))

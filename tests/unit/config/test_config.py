@@ -72,7 +72,7 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
     ("options", "message"),
     [
         ({"link": "fast"}, "link='fast'"),
-        ({"context": "page"}, "context='page': expected one of none, lead, text"),
+        ({"context": "page"}, "context='page': expected one of auto, none, lead, text"),
         ({"islands": "query-80"}, "islands='query-80': expected 1 <= percent <= 50"),
         ({"link": "epic-0", "context": "text"}, "puts its own tokens before a segment"),
         ({"context_file": "/nowhere/context.txt"}, "context_file='/nowhere/context.txt': "),
