@@ -115,7 +115,7 @@ def test_the_right_answer_is_recommended(run: Callable[..., Any], log: str) -> N
     if right == "prefix caching alone":
         assert found["additional_config"] is None and reuse[right] > 0.8
     else:
-        assert reuse[right] > reuse["prefix caching alone"] + 0.3
+        assert reuse[right] > reuse["prefix caching alone"] + 0.15
         options = HypicConfig.from_mapping(found["additional_config"]["hypic"]).segment
         assert options.mode == right.partition(",")[0] and options.mean_tokens in (512, 2048)
 
