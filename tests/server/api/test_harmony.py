@@ -78,7 +78,7 @@ def server(model: Path) -> Iterator[Server]:
         model,
         *("--attention-backend", "hypic", "--enforce-eager", "--kv-cache-memory-bytes", "128M"),
         *("--max-model-len", "4096", "--enable-prompt-tokens-details", "--no-enable-prefix-caching"),
-        *("--additional-config", '{"hypic": {"segment": {"newest_tokens": 256}}}'),
+        *("--additional-config", '{"hypic": {"segment": {"newest_tokens": 256, "query_tokens": 32}}}'),
         env=ENV | CACHE_API | ONE_PROCESS | {"VLLM_SYSTEM_START_DATE": DATE},
         log=model.parent / "server.log",
     ) as running:
