@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -73,15 +72,10 @@ def _forked_servers() -> Iterator[None]:
             from lib import forked
 
             from benchmarks import services
-            from benchmarks.lib import processes, serving
+            from benchmarks.lib import serving
 
-            def launch(command: list[str], log: Path, *, env: dict[str, str], **others: Any) -> Any:
-                if command[0] == sys.executable:
-                    return forked.launch(command, log, env=env)
-                return processes.launch(command, log, env=env, **others)
-
-            patch.setattr(serving, "launch", forked.launch)
-            patch.setattr(services, "launch", launch)
+            for module in (serving, services):
+                patch.setattr(module, "launch", forked.launch)
         yield
 
 
@@ -185,6 +179,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             slow.setdefault(item.nodeid.partition("[")[0], []).append(left_out)
             if left_out:
                 item.add_marker(pytest.mark.slow)
+    # Whoever names single tests may name none of those that are fast.
     chosen = any("::" in argument for argument in config.args)
     for test, found in slow.items():
         if not chosen and len(found) > 1 and all(found):

@@ -92,8 +92,15 @@ class ForkedProcess:
         return bool(ends.poll(None if timeout is None else 1000 * timeout))
 
 
-def launch(command: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> Any:
-    """As :func:`benchmarks.lib.processes.launch`, in this process's folder.
+def launch(
+    command: Sequence[str],
+    log: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    at_the_end: signal.Signals = signal.SIGTERM,
+) -> Any:
+    """As :func:`benchmarks.lib.processes.launch`.
 
     The process ends with this test run, not with the thread that calls this.
     """
@@ -102,10 +109,10 @@ def launch(command: Sequence[str], log: Path, *, env: Mapping[str, str] | None =
         # The sampler's count of better tokens would be compiled for every new shape: seconds each.
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if not _may_be_forked(command, environment):
-        return processes.launch(command, log, env=env)
+        return processes.launch(command, log, env=env, folder=folder, at_the_end=at_the_end)
     with log.open("ab") as out:
         files = out.fileno(), out.fileno()
-        return _server().start(command, environment, None, *files, at_the_end=signal.SIGTERM)
+        return _server().start(command, environment, folder, *files, at_the_end=at_the_end)
 
 
 def host(code: str, log: Path, pipe: int) -> ForkedProcess:

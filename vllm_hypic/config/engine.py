@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PlainValidator, SkipValidation, StrictBool, StrictInt
+from pydantic import AfterValidator, Field, PlainValidator, StrictBool, StrictInt
 
 from ..primitives.context import SUFFIX, LearnedContext, context_text, read_learned
 from ..primitives.options import MAX_SEGMENTS, LinkDefaults
 from ..primitives.places import pattern
-from ..primitives.policies import CONTEXTS, ISLANDS, MAX_SEAM_TOKENS, LinkError, parse_link
+from ..primitives.policies import (
+    CONTEXTS,
+    ISLANDS,
+    MAX_ISLAND_PERCENT,
+    MAX_ISLAND_TOKENS,
+    MAX_SEAM_TOKENS,
+    METHODS,
+    LinkError,
+    parse_link,
+)
 from ..primitives.segmenter import SegmentMode
 from ..primitives.tokens import PrimitiveIds, PrimitiveTexts
-from .schema import Allowed, ConfigSection, Form, Natural, Number, PathText, Positive, Text, options
+from .schema import Allowed, ConfigSection, Form, Natural, Number, PathText, Positive, Text, expected, options
 from .segment_parallel import SegmentParallelConfig
 from .store import StoreConfig
 
@@ -34,6 +43,9 @@ TOKENIZER_MODE = "hypic"
 
 AUTO = "auto"
 """Value of ``context`` and ``islands`` that depends on the model: see :meth:`HypicConfig.for_model`."""
+_LINKS = f"one of {', '.join(METHODS)}"
+_CONTEXTS = f"one of {', '.join((AUTO, *CONTEXTS))}"
+_ISLANDS = f"one of {', '.join((AUTO, *ISLANDS))}"
 DENSE_CONTEXT, DENSE_ISLANDS = "text", "query-15-96"
 """What ``auto`` is where that was measured to keep answers: docs/benchmarks/answers.md."""
 
@@ -70,11 +82,27 @@ class GateConfig(ConfigSection):
     """Serve with the cheapest context and islands signed off as go, not with ``context`` and ``islands``."""
 
 
-def _of_options(refusal: str) -> str:
-    """Return a request's refusal in the names of the engine's options, which may be ``auto``, too."""
-    text = refusal.removeprefix("hypic_")
-    may_be_auto = text.startswith(("context=", "islands="))
-    return text.replace("expected one of ", f"expected one of {AUTO}, ") if may_be_auto else text
+def _link(given: Any) -> str:
+    try:
+        return parse_link(given, 0).name
+    except LinkError:
+        raise expected(f"{_LINKS}; widths up to {MAX_SEAM_TOKENS}") from None
+
+
+def _context(given: Any) -> str:
+    if given not in (AUTO, *CONTEXTS):
+        raise expected(_CONTEXTS)
+    return str(given)
+
+
+def _islands(given: Any) -> str:
+    try:
+        if given != AUTO:
+            parse_link("hypic", 0, islands=given)
+    except LinkError:
+        bounds = f"percent from 1 to {MAX_ISLAND_PERCENT}, up to {MAX_ISLAND_TOKENS} tokens"
+        raise expected(f"{_ISLANDS}; {bounds}") from None
+    return str(given)
 
 
 def _known_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,16 +154,18 @@ class HypicConfig(ConfigSection):
     the latter wins.
     """
 
-    link: Annotated[str, SkipValidation, Form("a link method")] = "hypic"
+    link: Annotated[str, PlainValidator(_link), Form(_LINKS)] = "hypic"
     """Link method of requests that name no link method."""
-    seam_tokens: Annotated[int, SkipValidation, Form(f"an integer from 0 to {MAX_SEAM_TOKENS}")] = 8
+    seam_tokens: Annotated[
+        StrictInt, Field(ge=0, le=MAX_SEAM_TOKENS), Allowed(f"an integer from 0 to {MAX_SEAM_TOKENS}")
+    ] = 8
     """Seam window ``w`` of the link methods ``hypic`` and ``naive``: tokens recomputed on either side of a
     segment boundary."""
-    context: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *CONTEXTS))}")] = AUTO
+    context: Annotated[str, PlainValidator(_context), Form(_CONTEXTS)] = AUTO
     """Context of segments, in requests that name no context. ``auto`` is ``text`` with the link
     method ``hypic`` on models of softmax attention alone whose tokenizer can be read, or ``learned`` where
     ``context_file`` is a trained context; elsewhere ``auto`` is ``none``."""
-    islands: Annotated[str, SkipValidation, Form(f"one of {', '.join((AUTO, *ISLANDS))}")] = AUTO
+    islands: Annotated[str, PlainValidator(_islands), Form(_ISLANDS)] = AUTO
     """Windows inside segments that are recomputed, in requests that name no islands. ``query-10`` recomputes
     10 % of the tokens that records serve, ``query-10-96`` at least 96 tokens, up to half of them. ``auto`` is
     ``query-15-96`` with the link method ``hypic`` on models of softmax attention alone whose tokenizer can be
@@ -201,17 +231,14 @@ class HypicConfig(ConfigSection):
     )
     """Texts of the separator, of PDep and of padding."""
     token_ids: Annotated[PrimitiveIds, PlainValidator(_ids), Form("an object, or null")] | None = None
-    """Token ids of the separator, of PDep and of padding; needed with
-    ``skip_tokenizer_init``, and for models that keep a tokenizer mode other than ``hf``."""
+    """Token ids of the separator, of PDep and of padding; needed with ``skip_tokenizer_init``, and for models
+    that keep a tokenizer mode other than ``hf``."""
     dummy_token: Natural | None = None
     """Token that the link method ``epic-0`` puts before a segment; ``null`` is the segment's first token."""
 
     def __post_init__(self) -> None:
         named = ("none" if option == AUTO else option for option in (self.context, self.islands))
-        try:
-            parse_link(self.link, self.seam_tokens, *named)
-        except LinkError as e:
-            raise ValueError(_of_options(str(e))) from None
+        parse_link(self.link, self.seam_tokens, *named)
         if self.checkpoint_tokens % self.page_tokens:
             raise ValueError(
                 f"checkpoint_tokens={self.checkpoint_tokens}: expected a multiple of "

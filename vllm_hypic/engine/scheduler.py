@@ -33,7 +33,6 @@ from ..primitives.pieces import PromptError
 from ..primitives.plan import PromptPlan
 from ..primitives.policies import LinkError
 from ..primitives.tokens import Marker, split_ids
-from .adapters import Adapters, may_change_weights
 from .explaining import explanation
 from .front_end import reason_not_to_cut
 from .idle_wait import IdleWait, watch_arrivals
@@ -42,6 +41,7 @@ from .kv_events import PlainEvents
 from .media import MediaReader, in_stream, moved
 from .prompt_counts import PromptCounts
 from .prompt_logprobs import PromptLogprobs
+from .weights import Adapters, may_change_weights
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import EventPublisher

@@ -129,7 +129,7 @@ def parse_link(name: str, seam_tokens: int, context: str = "none", islands: str 
         return method
     if context != "none" and (method.dummies or method.anchor):
         raise LinkError(
-            f"hypic_context={context!r}: link method {name!r} puts its own tokens before a segment; expected "
+            f"context {context!r}: link method {name!r} puts its own tokens before a segment; expected "
             "'none', or a link method without such tokens, like 'hypic'"
         )
     if method.fixed_position and (context != "none" or windows is not None):

@@ -40,21 +40,21 @@ def build_store(config: StoreConfig, namespace: str, rank: int = 0, world: int =
         close_s=config.close_s,
     )
 
-    def counts(name: ObjectName) -> bool:
+    def adopts(name: ObjectName) -> bool:
         """Whether no other rank of this engine wrote the object: each rank has a budget of its own."""
         return not name.endswith(f"-{world}") or name.endswith(f".{rank}-{world}")
 
-    tiers = [_build(i, tier, config, namespace, counts) for i, tier in enumerate(config.tiers)]
+    tiers = [_build(i, tier, config, namespace, adopts) for i, tier in enumerate(config.tiers)]
     store = TieredStore(tiers, settings, appraise=_value_of_record)
     store.open()
     return store
 
 
 def _build(
-    i: int, tier: TierConfig, config: StoreConfig, namespace: str, counts: Callable[[ObjectName], bool]
+    i: int, tier: TierConfig, config: StoreConfig, namespace: str, adopts: Callable[[ObjectName], bool]
 ) -> Tier:
     try:
-        return _make(tier, config, namespace, counts)
+        return _make(tier, config, namespace, adopts)
     except ImportError as e:
         raise ConfigError(
             f"hypic config: store.tiers[{i}]: a package of the {tier.type} tier is missing: {e}"
@@ -64,7 +64,7 @@ def _build(
 
 
 def _make(
-    tier: TierConfig, config: StoreConfig, namespace: str, counts: Callable[[ObjectName], bool]
+    tier: TierConfig, config: StoreConfig, namespace: str, adopts: Callable[[ObjectName], bool]
 ) -> Tier:
     match tier:
         case MemoryConfig():
@@ -84,7 +84,7 @@ def _make(
                 shared=bool(tier.shared),
                 namespace=namespace,
                 ttl_s=config.ttl_s,
-                counts=counts,
+                adopts=adopts,
             )
         case RedisConfig():
             from .tiers.redis import RedisTier

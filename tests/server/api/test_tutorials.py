@@ -79,7 +79,7 @@ def test_folders_and_files_that_are_named_exist():
 
 @pytest.fixture(params=["eager", "as users start"])
 def eager(request: pytest.FixtureRequest) -> bool:
-    """Whether the test compiles no model, which takes most of its time, and forks its server."""
+    """Whether the engine compiles nothing and the server is forked, which spares most of the test's time."""
     if request.param != "eager":
         request.getfixturevalue("as_users_start")
     return request.param == "eager"

@@ -71,9 +71,9 @@ def test_unknown_options_are_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"link": "fast"}, "link='fast'"),
+        ({"link": "fast"}, "hypic config: link='fast': expected one of hypic, "),
         ({"context": "page"}, "context='page': expected one of auto, none, lead, text"),
-        ({"islands": "query-80"}, "islands='query-80': expected 1 <= percent <= 50"),
+        ({"islands": "query-80"}, "islands='query-80': expected one of auto, none, query-<percent>"),
         ({"link": "epic-0", "context": "text"}, "puts its own tokens before a segment"),
         ({"context_file": "/nowhere/context.txt"}, "context_file='/nowhere/context.txt': "),
         ({"seam_tokens": -3}, "seam_tokens=-3"),

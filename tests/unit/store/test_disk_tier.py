@@ -363,7 +363,7 @@ def test_clear_leaves_records_of_others(stores: tuple[TieredStore, TieredStore],
 
 @pytest.mark.parametrize(("world", "left"), [(2, 12), (4, 6)], ids=["as before", "with other ranks"])
 def test_each_rank_has_its_budget_after_a_restart(tmp_path: Path, world: int, left: int) -> None:
-    """Objects of former ranks, which nobody asks for, count as any others in the folder do."""
+    """A start with another number of ranks evicts files of the former ranks down to its own budget."""
     for rank in range(2):
         store = store_in(tmp_path, MINE, rank, 2)
         for i in range(6):

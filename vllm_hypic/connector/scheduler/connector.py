@@ -35,7 +35,7 @@ from .missing_records import MissingRecords
 from .outgoing import PendingPushes, Saves
 from .pending_loads import PendingLoads
 from .placement import PrefixPlacement, SegmentPlacement
-from .planning import NO_TOKENIZER, Planner, PlanningTexts, PlanRequest, describe
+from .planning import NO_TOKENIZER, Planner, PlanningTexts, PlanRequest
 from .prefixes import Prefixes
 from .retention import RecordState, Retention
 from .segment_requests import SegmentRequest, SegmentRequests
@@ -428,7 +428,7 @@ class SchedulerConnector:
 
     def describe(self, instance: str, models: tuple[str, ...], max_model_len: int) -> Description | None:
         """Return what a router needs to plan as this engine does; ``None`` without segment parallelism."""
-        return describe(self.config, self.planner, instance, models, max_model_len, self.ranks)
+        return self.planner.describe(instance, models, max_model_len, self.ranks)
 
     def take_counters(self) -> HypicCounters:
         """Return and reset the counters since the last call, with the pool's present levels."""

@@ -261,48 +261,44 @@ class Planner:
         square = (twice - 2 * once) / (2 * n * n)
         return max(0.0, square / (once / n - square * n))
 
+    def describe(
+        self, instance: str, models: tuple[str, ...], max_model_len: int, ranks: int
+    ) -> Description | None:
+        """Return the description of the engine ``instance``, from which routers plan prompts as this planner
+        does; ``None`` without segment parallelism.
 
-def describe(
-    config: HypicConfig,
-    planner: Planner,
-    instance: str,
-    models: tuple[str, ...],
-    max_model_len: int,
-    ranks: int,
-) -> Description | None:
-    """Return the description of the engine ``instance``; ``None`` without segment parallelism.
-
-    ``models``: names under which the engine serves its model.  ``ranks``: number of workers.
-    """
-    if (parallel := config.segment_parallel) is None:
-        return None
-    ids, traits = planner.ids, planner.traits
-    return Description(
-        instance=instance,
-        models=models,
-        namespace=planner.namespace.digest,
-        generation=planner.namespace.generation,
-        receiver=parallel.receiver_url,
-        events=parallel.events_url,
-        ranks=ranks,
-        separator=ids.sep,
-        pdep=ids.pdep,
-        pad=ids.pad,
-        link=config.link,
-        seam_tokens=config.seam_tokens,
-        context=config.context,
-        islands=config.islands,
-        context_tokens=planner.tokens_behind(config.context),
-        learned="" if planner.learned is None else planner.learned.digest,
-        min_segment_tokens=config.min_segment_tokens,
-        checkpoint_tokens=config.checkpoint_tokens,
-        reads_successors=planner.reads_successors,
-        max_model_len=max_model_len,
-        has_linear=traits.has_linear,
-        has_transition=traits.has_transition,
-        limits=planner.limits(),
-        deadline_s=parallel.deadline_s,
-        quadratic=planner.quadratic,
-        shared_tiers=planner.shared_tiers,
-        literal_text=config.token_texts.literal,
-    )
+        ``models``: names under which the engine serves its model.  ``ranks``: number of workers.
+        """
+        config = self._config
+        if (parallel := config.segment_parallel) is None:
+            return None
+        ids, traits = self.ids, self.traits
+        return Description(
+            instance=instance,
+            models=models,
+            namespace=self.namespace.digest,
+            generation=self.namespace.generation,
+            receiver=parallel.receiver_url,
+            events=parallel.events_url,
+            ranks=ranks,
+            separator=ids.sep,
+            pdep=ids.pdep,
+            pad=ids.pad,
+            link=config.link,
+            seam_tokens=config.seam_tokens,
+            context=config.context,
+            islands=config.islands,
+            context_tokens=self.tokens_behind(config.context),
+            learned="" if self.learned is None else self.learned.digest,
+            min_segment_tokens=config.min_segment_tokens,
+            checkpoint_tokens=config.checkpoint_tokens,
+            reads_successors=self.reads_successors,
+            max_model_len=max_model_len,
+            has_linear=traits.has_linear,
+            has_transition=traits.has_transition,
+            limits=self.limits(),
+            deadline_s=parallel.deadline_s,
+            quadratic=self.quadratic,
+            shared_tiers=self.shared_tiers,
+            literal_text=config.token_texts.literal,
+        )

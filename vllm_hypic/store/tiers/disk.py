@@ -56,17 +56,17 @@ class DiskTier:
         shared: bool = False,
         namespace: str | None = None,
         ttl_s: float | None = None,
-        counts: Callable[[ObjectName], bool] = lambda name: True,
+        adopts: Callable[[ObjectName], bool] = lambda name: True,
     ) -> None:
         """``namespace``: :meth:`clear` removes only records of this namespace; ``None``: all objects.
-        ``counts``: whether an object that the folder has at the start counts in this tier's budget."""
+        ``adopts``: whether an object that the folder has at the start counts in this tier's budget."""
         self.name = name
         self.path = path
         self._clock = clock
         self._files = ObjectFiles(path, durable)
         self._shared = shared
         self._namespace = namespace
-        self._ttl_s, self._counts_here = ttl_s, counts
+        self._ttl_s, self._adopts = ttl_s, adopts
         self._index = CapacityIndex(budget_bytes, policy)
         self._free = threading.Condition()  # its lock also guards the books
         # Names whose files a thread makes or removes just now: one thread per name, without the lock.
@@ -105,7 +105,7 @@ class DiskTier:
     def _found(self) -> list[Held]:
         """Return the tier's objects with sound files, the least recently used first; remove damaged files."""
         found: list[tuple[int, Held]] = []
-        for name in filter(self._counts_here, self._files.names()):
+        for name in filter(self._adopts, self._files.names()):
             try:
                 with self._files.opened(name) as fd:
                     if fd is None:
@@ -393,7 +393,7 @@ class DiskTier:
             if not self._open:
                 return
             held = {h.name: HEAD_BYTES + h.value.nbytes for h in self._index.held()}
-        names = filter(self._counts_here, self._files.names())
+        names = filter(self._adopts, self._files.names())
         files = {name: self._files.nbytes(name) for name in names}
         if held != files:
             raise AssertionError(f"{self.name}: the index has {held}, the disk {files}")

@@ -1,6 +1,7 @@
-"""Identifies the weights of adapters (LoRA), and calls of workers that may change weights.
+"""Identifies the weights that made a record: the model's last change, and the files of an adapter (LoRA).
 
-A digest of an adapter's files names the adapter's records.
+A call of workers that may change the model's weights ends a generation of records.  A digest of an adapter's
+files names the adapter's records.
 
 vLLM knows an adapter by an id.  Workers read the files at the id's first use, and when a call or a request
 says ``load_inplace``.  Workers also reread the files, unannounced, after other adapters displaced the id.
