@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -298,6 +299,22 @@ def test_a_chain_has_one_deadline(
     if result is Result.DONE:
         hang.release()
     assert end_of_fetch(link) is result
+
+
+def test_records_that_wait_for_their_copy_are_unfinished_work(
+    chain: tuple[StoreLink, AwkwardTier],
+) -> None:
+    """A step copies four records, and an engine whose workers have no unfinished work takes no step."""
+    link, tier = chain
+    keys = [SegmentKey(f"{n:02x}" * 32) for n in range(6)]
+    for serial, key in enumerate(keys, start=10):
+        assert link.submit(SaveRecord(replace(chained(0, key, COLUMNS), serial=serial)))
+    left = []
+    for _ in range(2):
+        link.advance()
+        left.append(link.unfinished)
+    assert left == [2, 0] and link.store.drain(PATIENCE_S)
+    assert {object_name(key) for key in keys} <= tier.objects.keys()
 
 
 @pytest.mark.parametrize("fault", ["the base is gone", "the tier fails"])
