@@ -40,8 +40,8 @@ REFUSALS = {
     "damaged section": ({"additional_config": {"hypic": 7}}, "hypic=7: expected an object"),
     "bad type": (hypic(page_tokens="64"), "page_tokens='64': expected an integer >= 1"),
     "bad range": (hypic(pool_fraction=1.5), "pool_fraction=1.5: expected a number between 0 and 1"),
-    "unknown link": (hypic(link="magic"), "hypic_link='magic': expected one of"),
-    "negative seam": (hypic(seam_tokens=-3), "hypic_seam_tokens=-3"),
+    "unknown link": (hypic(link="magic"), "hypic config: link='magic': expected one of"),
+    "negative seam": (hypic(seam_tokens=-3), "hypic config: seam_tokens=-3: expected an integer from 0 to"),
     "damaged tokens": (
         hypic(token_texts={"separator": "x"}),
         "unknown name 'separator'; expected sep, pdep, pad",
