@@ -22,6 +22,9 @@ from benchmarks.lib import pretrained
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# No test speaks TLS, and httpx reads all certificates for each request, in 30 ms: this folder has none.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 # A slow machine is no fault of the code. A commit must not pass on one day and fail on the next: examples are
 # the same in every run, until somebody looks for new ones with HYPOTHESIS_PROFILE=random.
