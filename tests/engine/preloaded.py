@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-import torch._inductor  # noqa: F401
+import torch._inductor
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_5.modeling_qwen3_5  # noqa: F401

@@ -20,7 +20,7 @@ from .test_store import MEMORY, empty_pool, stored
 PAGE = 16
 OPTIONS = {"prefix": "sparse", "page_tokens": PAGE, "context": "none", "islands": "none"}
 EVERY = 1024
-FORKS = 24
+FORKS = 12
 COMMON, *ENDS = random_segments([200] + [150] * FORKS, vocab=480, seed=31)
 FULL = {"hypic_link": "full"}
 
@@ -129,7 +129,7 @@ def test_forks_and_twins_at_once(tight: Engine) -> None:
     assert any(answer.cached for answer in answers)
     together = tight.ask(*(Ask(fork(i).tokens, 4, FULL) for i in range(FORKS) for _ in range(2)))
     found, noise = 0.0, 0.0
-    for i in range(0, FORKS, 6):
+    for i in range(0, FORKS, 4):
         tight.reset()
         alone, full = tight.ask_one_by_one(fork(i), Ask(fork(i).tokens, 4, FULL))
         for answer, whole in zip(answers[2 * i : 2 * i + 2], together[2 * i : 2 * i + 2], strict=True):
