@@ -82,7 +82,7 @@ drafting, plain = lent("_drafting"), lent("_plain")
 
 
 def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
-    for ask in asks():
+    for ask in asks()[:2]:
         expected = plain.ask_one_by_one(ask, ask.plain(), by_full(ask))
         found = [cold_as_warm(drafting, ask), *(watched(drafting, a) for a in (ask.plain(), by_full(ask)))]
         for (answer, drafted), wanted in zip(found, expected, strict=True):

@@ -51,6 +51,7 @@ def test_a_full_disk_refuses_records_and_takes_them_again(stand: Stand) -> None:
     stand.recover("disk")
 
 
+@pytest.mark.slow
 def test_a_disk_made_read_only_is_still_read(stand: Stand) -> None:
     disk = stand.disk
     old, before = stand.kept("disk")

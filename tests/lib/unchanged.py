@@ -27,7 +27,7 @@ class Group:
     depends: tuple[str, ...]
 
     def files(self, root: Path = ROOT) -> Iterator[Path]:
-        for name in (*self.tests, *self.depends, "setup.py", "tests/lib"):
+        for name in (*self.tests, *self.depends, "setup.py", "tests/engine/preloaded.py", "tests/lib"):
             path = root / name
             yield from sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
 
@@ -55,6 +55,18 @@ GROUPS = {
     "several API servers": Group(
         ("tests/server/api/test_several_api_servers.py",),
         ("tests/server/api", *_rooms("cache_api config connector engine patches primitives")),
+    ),
+    "LMCache": Group(
+        ("tests/unit/store/test_lmcache_tier.py",),
+        ("benchmarks/services.py", "tests/unit/store", *_rooms("config errors.py primitives store")),
+    ),
+    "segment parallelism": Group(
+        ("tests/cluster/segment_parallel",),
+        (
+            *("benchmarks/lib", "benchmarks/services.py", "csrc", "examples/demo", "tests/server/api/conftest.py"),
+            *_rooms("backends cache_api config connector engine errors.py models patches pool primitives"),
+            *_rooms("segment_parallel store"),
+        ),
     ),
     "triton": Group(
         ("tests/cuda/triton",),

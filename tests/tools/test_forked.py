@@ -66,7 +66,7 @@ def test_what_takes_too_long_is_ended_with_its_group(tmp_path: Path) -> None:
     said = tmp_path / "pids"
     code = f"import os, time; os.fork(); open({str(said)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
     with pytest.raises(subprocess.TimeoutExpired):
-        forked.run(python(code), timeout=15)
+        forked.run(python(code), timeout=8)
     pids = [int(pid) for pid in said.read_text().split()]
     assert len(pids) == 2
     wait_until_gone(*pids)

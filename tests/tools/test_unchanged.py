@@ -46,7 +46,8 @@ def test_all_groups_run_where_that_is_asked_for(passed: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("change", ["content", "name", "new"])
 def test_a_digest_is_of_names_and_contents(tmp_path: Path, change: str) -> None:
-    for name in ("tests/of/test_one.py", "package/one.py", "setup.py", "tests/lib/one.py"):
+    shared = ("setup.py", "tests/engine/preloaded.py", "tests/lib/one.py")
+    for name in ("tests/of/test_one.py", "package/one.py", *shared):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     group = Group(("tests/of",), ("package",))

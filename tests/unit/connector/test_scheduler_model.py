@@ -230,9 +230,9 @@ def long(case: type[TestCase]) -> type[TestCase]:
     return pytest.mark.slow(pytest.mark.timeout(2400)(case))
 
 
-TestSchedulerMachine = machine(WHOLE, 120)
+TestSchedulerMachine = machine(WHOLE, 60)
 TestLongSchedulerMachine = long(machine(WHOLE, 1000, 100))
-TestForkingSchedulerMachine = machine(FORKS, 80)
+TestForkingSchedulerMachine = machine(FORKS, 50)
 TestLongForkingSchedulerMachine = long(machine(FORKS, 1000, 100))
 TestPrefixSchedulerMachine = machine(PREFIXES, 60)
 TestLongPrefixSchedulerMachine = long(machine(PREFIXES, 300))
