@@ -63,13 +63,8 @@ GROUPS = {
     "segment parallelism": Group(
         ("tests/cluster/segment_parallel",),
         (
-            *(
-                "benchmarks/lib",
-                "benchmarks/services.py",
-                "csrc",
-                "examples/demo",
-                "tests/server/api/conftest.py",
-            ),
+            *("benchmarks/lib", "benchmarks/services.py", "csrc", "examples/demo"),
+            "tests/server/api/conftest.py",
             *_rooms("backends cache_api config connector engine errors.py models patches pool primitives"),
             *_rooms("segment_parallel store"),
         ),
