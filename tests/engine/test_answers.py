@@ -64,7 +64,7 @@ def test_behind_a_prompt_that_was_here(engine: Engine) -> None:
 @pytest.mark.fast("async-hybrid")
 def test_stops(engine: Engine) -> None:
     """What is computed of a stop token is a part of the record that is named by it, wherever pages end."""
-    for length in range(PAGE):
+    for length in range(0, PAGE, 3):
         engine.reset()
         prompt = begun(SYSTEM[: 150 + length], QUESTION)
         full = turn(engine, prompt).tokens
@@ -114,6 +114,7 @@ def renamed(llm: Any, fault: str | None) -> None:
     answers.end = faulty
 
 
+@pytest.mark.fast("async-hybrid-token", "sync-attention-late")
 @pytest.mark.parametrize("fault", ["token", "late"])
 def test_a_wrong_name_shows(engine: Engine, oracle: Oracle, fault: str) -> None:
     """One token other than the last that the record has, and states one token late."""
@@ -232,6 +233,8 @@ def test_a_state_of_a_draft_shows(drafting: Engine) -> None:
             turn = begun(prompt, found.tokens, MORE)
             full, second = drafting.ask_one_by_one(*both(turn, 8))
             far = max(far, apart(second, full), float(second.cached < behind(prompt)))
+            if far > ROUNDING:
+                break
         assert far > ROUNDING
     finally:
         drafting.call(mended)

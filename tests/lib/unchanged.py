@@ -50,11 +50,18 @@ GROUPS = {
     ),
     "compiled engines": Group(
         ("tests/engine/test_compiled.py",),
-        ("tests/engine", *_rooms("backends config connector engine models patches pool primitives")),
+        (
+            *(f"tests/engine/{name}.py" for name in ("conftest", "engines", "tiny_models")),
+            "tests/engine/test_oracle_agreement.py",
+            *_rooms("backends config connector engine models patches pool primitives"),
+        ),
     ),
     "several API servers": Group(
         ("tests/server/api/test_several_api_servers.py",),
-        ("tests/server/api", *_rooms("cache_api config connector engine patches primitives")),
+        (
+            *(f"tests/server/api/{name}.py" for name in ("conftest", "test_segments", "test_structure")),
+            *_rooms("cache_api config connector engine patches primitives"),
+        ),
     ),
     "LMCache": Group(
         ("tests/unit/store/test_lmcache_tier.py",),

@@ -15,7 +15,7 @@ import pytest
 from .conftest import DOCUMENTS, REUSED, Client, Question, cached, outcome, text
 
 BOUND_S = 120.0
-LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0, "logprobs": 2}
+LONG = {"max_tokens": 250, "ignore_eos": True, "temperature": 0, "logprobs": 2}
 """An answer that is under way for a while."""
 ANSWERS_S = 0.5
 """A server that is not paused would have given an answer by then."""
