@@ -336,6 +336,7 @@ def crowd(of: Callable[[int, int], list[Ask]] = free) -> list[Ask]:
     return [*of(1, 160), *(ask.plain() for ask in of(2, 160))]
 
 
+@pytest.mark.slow
 def test_drafts_of_a_model_side_by_side(own: Engine, plain: Engine) -> None:
     drafted = check_crowd(own, crowd(), plain.ask_one_by_one(*crowd()))
     assert drafted.accepted == drafted.tokens

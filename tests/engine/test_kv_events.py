@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lib.oracle.models import random_segments
 
 from .conftest import EngineFactory
@@ -71,6 +72,7 @@ PRIVATE_ASKS = [
 ]
 
 
+@pytest.mark.fast("hybrid")
 def test_only_blocks_of_plain_requests_are_published(model: Path, start_engine: EngineFactory) -> None:
     args = EVENTS | {"num_gpu_blocks_override": 60 if model.name == "hybrid" else 100}
     ours, stock = (start_engine(model, hypic=hypic, **args) for hypic in (True, False))

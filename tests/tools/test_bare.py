@@ -39,6 +39,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.fast("-o addopts= tests/unit/linear")
 @pytest.mark.parametrize("arguments", [*commands(), "-o addopts= tests/unit/linear"])
 def test_no_test_file_is_left_out_for_what_it_imports(arguments: str) -> None:
     options = shlex.split(arguments)

@@ -108,7 +108,7 @@ def ask(engine: Engine, number: int, kind: str) -> None:
         engine.work(found=True)
 
 
-@pytest.mark.fast("prefixes-True-flop-aware", "segments-False-lru")
+@pytest.mark.fast("segments-True-flop-aware")
 @pytest.mark.parametrize("policy", ["lru", "flop-aware"])
 @pytest.mark.parametrize("tiered", [False, True])
 @pytest.mark.parametrize("kind", ["prefixes", "segments"])
