@@ -16,7 +16,7 @@ def loaded_after(code: str, *modules: str) -> dict[str, bool]:
     """Which of ``modules`` are loaded after ``code`` ran in a fresh interpreter."""
     report = f"import json, sys; print(json.dumps({{m: m in sys.modules for m in {modules!r}}}))"
     command = [sys.executable, "-c", f"{code}\n{report}"]
-    out = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    out = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert out.returncode == 0, out.stderr
     return json.loads(out.stdout.splitlines()[-1])
 

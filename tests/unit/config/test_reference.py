@@ -34,7 +34,7 @@ def test_the_pages_are_those_of_the_code() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=540,
     )
     assert done.returncode == 0, done.stderr
 
