@@ -182,7 +182,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             slow.setdefault(item.nodeid.partition("[")[0], []).append(left_out)
             if left_out:
                 item.add_marker(pytest.mark.slow)
-    # Whoever names single tests may name none of those that are fast.
+    # A command that names single tests may leave out every fast parameter of a test.
     chosen = any("::" in argument for argument in config.args)
     for test, found in slow.items():
         if not chosen and len(found) > 1 and all(found):

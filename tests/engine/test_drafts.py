@@ -244,23 +244,24 @@ def test_penalties_count_the_whole_prompt(drafting: Engine, plain: Engine) -> No
     assert changed, "the penalty changes nothing: nothing is shown"
 
 
-def test_samples_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
+@pytest.mark.fast("0")
+@pytest.mark.parametrize("number", range(3))
+def test_samples_are_those_without_drafts(drafting: Engine, plain: Engine, number: int) -> None:
     """Two samples by ``top_k=1``, where stock vLLM ends the engine (``patches/cpu_draft_sampling.py``), are
     greedy.  Two drawn at a temperature differ, and are the same warm as cold, and without separators as by
     link ``full``."""
-    for ask in asks()[:1]:
-        drawn = []
-        for asked in (ask, ask.plain(), by_full(ask)):
-            [expected] = plain.ask(asked)
-            two = asked.sampling | {"n": 2, "temperature": 0.8}
-            certain, drafted = watched(drafting, replace(asked, sampling=two | {"top_k": 1}))
-            assert certain.samples == (expected.tokens,) * 2 and drafted.accepted > 0
-            drawn.append(replace(asked, sampling=two | {"seed": 5}))
-        drafting.reset()
-        cold, warm, ordinary, full = (watched(drafting, asked) for asked in (drawn[0], *drawn))
-        assert len(set(cold[0].samples)) == len(set(ordinary[0].samples)) == 2
-        for one, other in ((cold, warm), (ordinary, full)):
-            assert one[0].samples == other[0].samples and one[1] == other[1] and one[1].accepted > 0
+    ask, drawn = asks()[number], []
+    for asked in (ask, ask.plain(), by_full(ask)):
+        [expected] = plain.ask(asked)
+        two = asked.sampling | {"n": 2, "temperature": 0.8}
+        certain, drafted = watched(drafting, replace(asked, sampling=two | {"top_k": 1}))
+        assert certain.samples == (expected.tokens,) * 2 and drafted.accepted > 0
+        drawn.append(replace(asked, sampling=two | {"seed": 5}))
+    drafting.reset()
+    cold, warm, ordinary, full = (watched(drafting, asked) for asked in (drawn[0], *drawn))
+    assert len(set(cold[0].samples)) == len(set(ordinary[0].samples)) == 2
+    for one, other in ((cold, warm), (ordinary, full)):
+        assert one[0].samples == other[0].samples and one[1] == other[1] and one[1].accepted > 0
 
 
 def test_segment_requests_have_no_drafts(drafting: Engine) -> None:

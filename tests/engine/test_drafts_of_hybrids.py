@@ -81,13 +81,15 @@ def _plain(module_engine: EngineFactory, model: Path) -> Engine:
 drafting, plain = lent("_drafting"), lent("_plain")
 
 
-def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine) -> None:
-    for ask in asks()[:2]:
-        expected = plain.ask_one_by_one(ask, ask.plain(), by_full(ask))
-        found = [cold_as_warm(drafting, ask), *(watched(drafting, a) for a in (ask.plain(), by_full(ask)))]
-        for (answer, drafted), wanted in zip(found, expected, strict=True):
-            assert answer.tokens == wanted.tokens
-            assert 0 < drafted.accepted < drafted.tokens, drafted
+@pytest.mark.fast("0", "1")
+@pytest.mark.parametrize("number", range(3))
+def test_answers_are_those_without_drafts(drafting: Engine, plain: Engine, number: int) -> None:
+    ask = asks()[number]
+    expected = plain.ask_one_by_one(ask, ask.plain(), by_full(ask))
+    found = [cold_as_warm(drafting, ask), *(watched(drafting, a) for a in (ask.plain(), by_full(ask)))]
+    for (answer, drafted), wanted in zip(found, expected, strict=True):
+        assert answer.tokens == wanted.tokens
+        assert 0 < drafted.accepted < drafted.tokens, drafted
 
 
 def test_requests_side_by_side(drafting: Engine, plain: Engine) -> None:

@@ -407,7 +407,7 @@ IDENTITY = [field for field in json.loads(BODY) if field not in ("tokens", "flop
 
 
 @given(st.none() | st.sampled_from(IDENTITY) | st.tuples(st.integers(0, 3), st.integers(0, 2)), JSON)
-@settings(max_examples=700)
+@settings(max_examples=1500)
 def test_any_json(where: str | tuple[int, int] | None, value: object):
     """Instead of the body, of a field, or of a cell of the table of sections."""
     body = json.loads(BODY)
