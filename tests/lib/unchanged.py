@@ -66,7 +66,14 @@ GROUPS = {
     ),
     "LMCache": Group(
         ("tests/unit/store/test_lmcache_tier.py",),
-        ("benchmarks/services.py", "tests/unit/store", *_rooms("config errors.py primitives store")),
+        (
+            *(
+                f"tests/unit/store/{name}.py"
+                for name in ("awkward_tiers", "conftest", "stores", "tier_contract")
+            ),
+            *("tests/unit/store/remote_contract.py", "benchmarks/services.py"),
+            *_rooms("config errors.py primitives store"),
+        ),
     ),
     "segment parallelism": Group(
         ("tests/cluster/segment_parallel",),
