@@ -16,7 +16,7 @@ from vllm_hypic.harness.settings import EngineSettings, HypicOptions, JsonObject
 
 from .sizes import SIZES, random_model
 
-OF_ENGINES = ("max_num_batched_tokens", "kv_gib", "kv_cache_dtype")
+OF_ENGINES = ("max_num_batched_tokens", "kv_gib", "dtype", "kv_cache_dtype")
 """Fields of :class:`EngineSettings` that are options of engines only."""
 SHORTEST = 64
 """Tokens of the shortest segment that is certain to be cached with the default seam and minimum."""
@@ -137,6 +137,7 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 show_default=True,
                 help="GiB of vLLM's KV cache in each engine; the pool comes on top.",
             ),
+            click.option("--dtype", help="vLLM's option of this name; default: the model's."),
             click.option(
                 "--kv-cache-dtype",
                 help="vLLM's option of this name; default: the model's. Records have the same dtype.",

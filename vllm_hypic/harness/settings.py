@@ -29,6 +29,8 @@ class EngineSettings:
     """vLLM's option of this name; ``None``: vLLM's default."""
     kv_gib: float = 2.0
     """GiB of vLLM's own KV cache in each engine, without the public pool of a hypic engine."""
+    dtype: str | None = None
+    """vLLM's option of this name; ``None``: vLLM's default."""
     kv_cache_dtype: str | None = None
     """vLLM's option of this name; ``None``: vLLM's default."""
     hypic: dict[str, Any] = field(default_factory=dict)
@@ -54,10 +56,9 @@ class EngineSettings:
         }
         if self.eager:
             arguments["enforce_eager"] = True
-        if self.max_num_batched_tokens is not None:
-            arguments["max_num_batched_tokens"] = self.max_num_batched_tokens
-        if self.kv_cache_dtype is not None:
-            arguments["kv_cache_dtype"] = self.kv_cache_dtype
+        for name in ("max_num_batched_tokens", "dtype", "kv_cache_dtype"):
+            if (given := getattr(self, name)) is not None:
+                arguments[name] = given
         if hypic:
             arguments["attention_backend"] = "hypic"
             if self.hypic:

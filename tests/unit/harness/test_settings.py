@@ -87,7 +87,7 @@ def test_arguments_of_engines(model: Path) -> None:
     arguments = settings.arguments(1000, hypic=False)
     assert arguments == {"model": str(model), "max_model_len": 2048, "kv_cache_memory_bytes": 2 * 2**30}
     assert settings.arguments(1000, hypic=True) == arguments | {"attention_backend": "hypic"}
-    given = {"max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
+    given = {"max_num_batched_tokens": 512, "dtype": "float32", "kv_cache_dtype": "fp8"}
     settings = EngineSettings(model, 1, True, **given, hypic={"seam_tokens": 4})
     arguments = settings.arguments(1000, hypic=True, enable_prefix_caching=False)
     expected = given | {"enforce_eager": True, "enable_prefix_caching": False}
