@@ -66,8 +66,17 @@ def _log_level() -> Iterator[None]:
     os.environ.update(LOG_LEVEL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Workers of pytest-xdist share what a process imports from which their servers are forked."""
+    if find_spec("vllm"):
+        from lib import forked
+
+        forked.shared = node.workerinput["forks"] = forked.shared or forked.share()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _forked_servers() -> Iterator[None]:
+def _forked_servers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Servers that tests start, LMCache's too, are forked from a process that has imported vLLM: 3 s instead
     of 25."""
     with pytest.MonkeyPatch.context() as patch:
@@ -77,6 +86,7 @@ def _forked_servers() -> Iterator[None]:
             from benchmarks import services
             from benchmarks.lib import serving
 
+            forked.shared = getattr(request.config, "workerinput", {}).get("forks")
             for module in (serving, services):
                 patch.setattr(module, "launch", forked.launch)
         yield

@@ -3,7 +3,8 @@
 ``vllm serve`` takes 10 s of one core to import what it needs, and its engine's process takes them again.  The
 programs that :func:`run` and :func:`launch` start are real processes, with arguments, an environment, files
 and a session of their own; only their imports are shared.  Programs with other values of :data:`READ_EARLY`
-are started as usual.
+are started as usual.  All workers of a test run share the imports (:func:`share`): each talks to a fork of
+the process that has them, which forks the worker's programs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -42,6 +44,9 @@ READ_EARLY = (
 PIPE = 63
 """The file of a process of :func:`host` that its owner chose."""
 _PR_SET_PDEATHSIG = 1
+
+shared: str | None = None
+"""Address of the imports that this process shares with others; ``None``: it has its own."""
 
 
 class ForkedProcess:
@@ -186,21 +191,35 @@ def _server() -> _Server:
     return _Server()
 
 
-class _Server:
-    """Starts the process that forks, and speaks with it; one for a test process."""
+def share() -> str:
+    """Start a process that imports vLLM for the first that connects to it; returns its socket's address.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair()
+    It ends with this process.
+    """
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as listener, theirs:
+        listener.bind(str(Path(tempfile.mkdtemp(prefix="forks-")) / "socket"))
+        listener.listen(socket.SOMAXCONN)
+        files = listener.fileno(), theirs.fileno()
         path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lib.forked", str(theirs.fileno())],
+        subprocess.Popen(
+            [sys.executable, "-m", "lib.forked", *map(str, files)],
             env=os.environ | {"PYTHONPATH": path},
-            pass_fds=[theirs.fileno()],
+            pass_fds=files,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        theirs.close()
+        atexit.register(ours.close)
+        return str(listener.getsockname())
+
+
+class _Server:
+    """Speaks with the process that forks for this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(shared or share())
         atexit.register(self._socket.close)
 
     def start(
@@ -249,6 +268,25 @@ def _receive(of: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 # -- the process that forks --------------------------------------------------------------------------
+
+
+def _share(listener: socket.socket, owner: socket.socket) -> None:
+    """Fork a process that forks for each that connects, until the owner is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ends = select.poll()
+    for waited in (listener, owner):
+        ends.register(waited, select.POLLIN)
+    while owner.fileno() not in dict(ends.poll()):
+        asks, _ = listener.accept()
+        from engine import preloaded  # noqa: F401  what it imports is the point
+
+        if os.fork() == 0:
+            listener.close()
+            owner.close()
+            _serve(asks)
+            os._exit(0)
+        asks.close()
+    shutil.rmtree(Path(listener.getsockname()).parent)
 
 
 def _serve(asks: socket.socket) -> None:
@@ -399,10 +437,9 @@ def _run(words: list[str]) -> int:
 if __name__ == "__main__":
     import setproctitle
 
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.set_inheritable(False)
+    sockets = [socket.socket(fileno=int(word)) for word in sys.argv[1:]]
+    for each in sockets:
+        each.set_inheritable(False)
     # It finds the words to replace only before anything has changed the environment.
     setproctitle.setproctitle("process that forks")
-    from engine import preloaded  # noqa: F401  what it imports is the point
-
-    _serve(connection)
+    _share(*sockets)
