@@ -65,20 +65,29 @@ class Kind:
 
     def served(self, shape: Any, dtype: torch.dtype) -> list[str]:
         """The operators that serve such a layer."""
-        return ["native", "eager"] if self.serves(shape, dtype) else ["eager"]
+        return BOTH if self.serves(shape, dtype) else ["eager"]
 
-    def check_segments(self, module: str, layer: Any, segments: Sequence[Segment], *cuts: int) -> None:
-        """Runs `layer` beside the reference's."""
-        exact, before = layer.exact(), layer.copy()
+    def check_segments(
+        self, modules: Sequence[str], layer: Any, segments: Sequence[Segment], *cuts: int
+    ) -> list[Any]:
+        """Runs a copy of `layer` by each of `modules`, and compares it with the reference's; the copies."""
+        exact, copies = layer.exact(), [layer.copy() for _ in modules]
         run_segments(self.operators("reference"), exact, segments)
-        run_segments(self.operators(module), layer, segments, cuts)
-        self.checks.check_segments(layer, exact, segments, before)
+        for module, ours in zip(modules, copies, strict=True):
+            print(module)
+            run_segments(self.operators(module), ours, segments, cuts)
+            self.checks.check_segments(ours, exact, segments, layer)
+        return copies
 
-    def check_composed(self, module: str, layer: Any, requests: Sequence[Any]) -> None:
-        exact = layer.exact()
+    def check_composed(self, modules: Sequence[str], layer: Any, requests: Sequence[Any]) -> list[Any]:
+        """As :meth:`check_segments`."""
+        exact, copies = layer.exact(), [layer.copy() for _ in modules]
         run_compose(self.operators("reference"), exact, requests)
-        run_compose(self.operators(module), layer, requests)
-        self.checks.check_composed(layer, exact, requests)
+        for module, ours in zip(modules, copies, strict=True):
+            print(module)
+            run_compose(self.operators(module), ours, requests)
+            self.checks.check_composed(ours, exact, requests)
+        return copies
 
 
 M1, M2, DA, GD = mamba1_inputs.Shape, mamba2_inputs.Shape, decay_inputs.Shape, layer_inputs.Shape
@@ -210,7 +219,8 @@ KINDS = {
 DECAYING = {name: kind for name, kind in KINDS.items() if kind.checks is decaying}
 CONVOLVED = ("mamba2", "gates-of-heads", "gates-of-channels")
 IDS = {"native": "c++", "eager": "eager", "reference": "reference"}
-MODULES = pytest.mark.parametrize("module", ["native", "eager"], ids=IDS.get)
+BOTH = ["native", "eager"]
+MODULES = pytest.mark.parametrize("module", BOTH, ids=IDS.get)
 LAWFUL = pytest.mark.parametrize("module", ["reference", "eager"])
 """Those that compute in float64 where inputs are."""
 
@@ -220,11 +230,10 @@ def each(kinds: Mapping[str, Kind] = KINDS) -> pytest.MarkDecorator:
 
 
 def served(of: Callable[[Kind], Sequence[tuple[Any, ...]]]) -> pytest.MarkDecorator:
-    """What a kind gives, its first two being a shape and a dtype, with each module that serves it."""
+    """What a kind gives, its first two being a shape and a dtype, with the modules that serve it."""
     cases = [
-        pytest.param(kind, module, given, id="-".join(map(str, (kind.name, IDS[module], *given))))
+        pytest.param(kind, kind.served(*given[:2]), given, id="-".join(map(str, (kind.name, *given))))
         for kind in KINDS.values()
         for given in of(kind)
-        for module in kind.served(*given[:2])
     ]
-    return pytest.mark.parametrize(("kind", "module", "given"), cases)
+    return pytest.mark.parametrize(("kind", "modules", "given"), cases)

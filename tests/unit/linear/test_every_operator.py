@@ -17,7 +17,7 @@ from vllm_hypic.backends.ops.program import Mode
 
 from . import decaying
 from .decaying import scanned
-from .kinds import BF16, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
+from .kinds import BF16, BOTH, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
 from .layers import PAD, SLOTS, Segment, packed, relative, run_compose, run_segments
 from .test_layer_operators import T_FP16
 
@@ -28,34 +28,33 @@ SINGLE = 1e-6
 
 
 @served(lambda kind: [*product(kind.shapes, kind.dtypes)])
-def test_segments(kind: Kind, module: str, given: tuple[Any, torch.dtype]) -> None:
+def test_segments(kind: Kind, modules: list[str], given: tuple[Any, torch.dtype]) -> None:
     """All sizes packed, amid poison; windows of 8, 3 and 0 tokens, one leading segment."""
     shape, dtype = given
     for sizes in kind.sizes:
         tokens, segments = packed(sizes, kind.windows)
-        kind.check_segments(module, kind.inputs.Layer.make(shape, tokens, dtype), segments)
+        kind.check_segments(modules, kind.inputs.Layer.make(shape, tokens, dtype), segments)
 
 
 @served(lambda kind: [*product([kind.small], [d for d in kind.dtypes if d != BF16], kind.cuts)])
-def test_segments_in_several_passes(kind: Kind, module: str, given: tuple[Any, ...]) -> None:
+def test_segments_in_several_passes(kind: Kind, modules: list[str], given: tuple[Any, ...]) -> None:
     """Cuts before the interior, at its edges, inside, and behind it."""
     _, dtype, cuts = given
     n = kind.tokens
     layer = kind.make("passes", n + 50, dtype=dtype)
     leading = Segment(1, n + 30, 20, 0, 20, 0, True)
     segments = [Segment(0, 0, n, 8, n - 8, 1), Segment(2, n, 30, 0, 30, 3), leading]
-    whole = layer.copy()
-    kind.check_segments(module, layer, segments, *cuts)
-    if kind.one_pass and module == "native":
-        run_segments(kind.operators(module), whole, segments)
-        assert torch.equal(layer.records.state[[0, 1, 3]], whole.records.state[[0, 1, 3]])
-        assert torch.equal(layer.outputs(0, n + 50), whole.outputs(0, n + 50))
+    in_passes = kind.check_segments(modules, layer, segments, *cuts)
+    if kind.one_pass and modules[0] == "native":
+        run_segments(kind.operators("native"), layer, segments)
+        assert torch.equal(in_passes[0].records.state[[0, 1, 3]], layer.records.state[[0, 1, 3]])
+        assert torch.equal(in_passes[0].outputs(0, n + 50), layer.outputs(0, n + 50))
     if cuts[-1] < 8:
-        carried = next(iter(vars(layer.carries[0]).values()))
-        assert carried.isnan().all(), "nothing to carry before the interior"
+        for ours in in_passes:
+            carried = next(iter(vars(ours.carries[0]).values()))
+            assert carried.isnan().all(), "nothing to carry before the interior"
 
 
-@MODULES
 @each()
 @settings(max_examples=15, deadline=None)
 @given(
@@ -66,13 +65,13 @@ def test_segments_in_several_passes(kind: Kind, module: str, given: tuple[Any, .
     seed=st.integers(0, 1 << 16),
 )
 def test_any_segment_in_any_passes(
-    kind: Kind, module: str, tokens: int, window: int, tail: bool, cuts: set[int], seed: int
+    kind: Kind, tokens: int, window: int, tail: bool, cuts: set[int], seed: int
 ) -> None:
     lo = min(window, tokens - 1)
     hi = max(lo + 1, tokens - window) if tail else tokens
     layer = kind.make("any passes", tokens, seed=seed)
     inside = sorted(c for c in cuts if c < tokens)
-    kind.check_segments(module, layer, [Segment(0, 0, tokens, lo, hi, 2)], *inside)
+    kind.check_segments(BOTH, layer, [Segment(0, 0, tokens, lo, hi, 2)], *inside)
 
 
 @MODULES
@@ -95,26 +94,25 @@ def test_what_is_no_number_is_not_passed_over(kind: Kind, what: str, module: str
     assert before and torch.equal(wrong.outputs(0, before), right.outputs(0, before))
 
 
-@MODULES
 @pytest.mark.parametrize(("kind", "value"), [
     pytest.param(kind, value, id=f"{name}-{value}") for name, kind in KINDS.items() for value in kind.extremes
 ])  # fmt: skip
-def test_extreme_decays(kind: Kind, value: float, module: str) -> None:
+def test_extreme_decays(kind: Kind, value: float) -> None:
     n = kind.tokens - 20
     layer = kind.extreme(kind.make("extremes", n), value)
-    kind.check_segments(module, layer, [Segment(0, 0, n, 8, n - 8, 1)])
-    if kind.folder == "gated_delta":
-        assert (layer.records.block_of[1] < 0).all() == (value <= -0.5)
+    for ours in kind.check_segments(BOTH, layer, [Segment(0, 0, n, 8, n - 8, 1)]):
+        if kind.folder == "gated_delta":
+            assert (ours.records.block_of[1] < 0).all() == (value <= -0.5)
 
 
 # ----------------------------------------------------------------------------- composed requests
 
 
 @served(lambda kind: kind.caches)
-def test_compose(kind: Kind, module: str, given: tuple[Any, torch.dtype, torch.dtype]) -> None:
-    layer, requests = kind.composed(*given)
-    kind.check_composed(module, layer, requests)
-    assert all(held[int(layer.caches.slots[3])].isnan().all() for held in [*vars(layer.caches).values()][1:])
+def test_compose(kind: Kind, modules: list[str], given: tuple[Any, torch.dtype, torch.dtype]) -> None:
+    for layer in kind.check_composed(modules, *kind.composed(*given)):
+        held = [*vars(layer.caches).values()][1:]
+        assert all(each[int(layer.caches.slots[3])].isnan().all() for each in held)
 
 
 @MODULES
@@ -139,21 +137,19 @@ def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
     assert relative(kept.state(0), plain.state(0)) > 100 * SINGLE
 
 
-@MODULES
 @each(DECAYING)
 @pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
-def test_what_a_mode_does_not_need_is_not_read(kind: Kind, module: str, mode: Mode) -> None:
+def test_what_a_mode_does_not_need_is_not_read(kind: Kind, mode: Mode) -> None:
     layer = kind.make("modes", 20)
     layer.random_record(0, 0)
     layer.added_up()[0] = torch.nan
-    kind.check_composed(module, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
+    kind.check_composed(BOTH, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
 
 
-@MODULES
 @each(DECAYING)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), resumed=st.booleans(), seed=st.integers(0, 1 << 16))
-def test_any_composition(kind: Kind, module: str, data: st.DataObject, resumed: bool, seed: int) -> None:
+def test_any_composition(kind: Kind, data: st.DataObject, resumed: bool, seed: int) -> None:
     """Operations of any kind in any order, beside another request."""
     step = st.tuples(st.integers(0, kind.longest), st.sampled_from(list(Mode)), st.integers(0, 2))
     at, operations = 0, []
@@ -166,7 +162,7 @@ def test_any_composition(kind: Kind, module: str, data: st.DataObject, resumed: 
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
-    kind.check_composed(module, layer, requests)
+    kind.check_composed(BOTH, layer, requests)
 
 
 @MODULES
