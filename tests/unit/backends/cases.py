@@ -87,9 +87,12 @@ class Case:
             *(self.visible_kv_lens, self.query_ranges, self.scale, hidden, cap, *scales),
         )
 
-    def check(self, kernels: ModuleType, larger: float = 1.0) -> None:
+    def check(self, *all_kernels: ModuleType, larger: float = 1.0) -> None:
         """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
-        self.compare(*self.run(kernels), self.run(reference), larger)
+        wanted = self.run(reference)
+        for kernels in all_kernels:
+            print(kernels.__name__)
+            self.compare(*self.run(kernels), wanted, larger)
 
     def compare(self, out: torch.Tensor, lse: torch.Tensor, wanted: Attended, larger: float = 1.0) -> None:
         larger *= self.more_rounding

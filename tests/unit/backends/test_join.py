@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, native, reference
+from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, eager, native, reference
 
 from .cases import DTYPES, LAYOUTS, TOLERANCE, Cached, Case
 from .test_span_attention import KERNELS
@@ -64,20 +64,20 @@ class Joined:
         assert output[others].isnan().all()
         return output[self.rows].double()
 
-    def check(self, ops: ModuleType) -> torch.Tensor:
-        found, wanted = self.run(ops), self.run(reference)
-        assert float((found - wanted).abs().max()) <= 4 * TOLERANCE[self.query.dtype]
+    def check(self, *versions: ModuleType) -> torch.Tensor:
+        wanted = self.run(reference)
+        for ops in versions:
+            print(ops.__name__)
+            assert float((self.run(ops) - wanted).abs().max()) <= 4 * TOLERANCE[self.query.dtype]
         return wanted
 
 
-@KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @LAYOUTS
 @pytest.mark.parametrize("window", [None, 1, 20, 255, 256, 3000])
-def test_rows(
-    window: int | None, layout: Layout, block: int, size: int, dtype: torch.dtype, kernels: ModuleType
-) -> None:
-    Joined(*REQUESTS, window=window, layout=layout, block=block, size=size, dtype=dtype).check(kernels)
+def test_rows(window: int | None, layout: Layout, block: int, size: int, dtype: torch.dtype) -> None:
+    paged: dict[str, Any] = {"layout": layout, "block": block}
+    Joined(*REQUESTS, window=window, size=size, dtype=dtype, **paged).check(eager, native)
 
 
 @KERNELS
