@@ -44,7 +44,7 @@ def slow(*case: Any) -> Any:
 )
 def test_compose(shape: Any, dtype: torch.dtype, state: torch.dtype) -> None:
     kind = MAMBA2 if isinstance(shape, Shape2) else DELTA
-    others.test_compose(kind, "triton", (shape, dtype, state))
+    others.test_compose(kind, ["triton"], (shape, dtype, state))
 
 
 @pytest.mark.parametrize(("kind", "window"), [("seams", 8), ("seams", 0), ("short", 2)])
@@ -123,7 +123,7 @@ def test_states_as_cuda_has_them() -> None:
 
 @pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
 def test_what_a_mode_does_not_need_is_not_read(mode: Mode) -> None:
-    others.test_what_a_mode_does_not_need_is_not_read(MAMBA2, "triton", mode)
+    others.test_what_a_mode_does_not_need_is_not_read(MAMBA2, ["triton"], mode)
 
 
 def test_a_replaced_state_is_forgotten() -> None:
@@ -132,4 +132,4 @@ def test_a_replaced_state_is_forgotten() -> None:
     layer.random_record(0, 0)
     layer.resume(0)
     layer.state(0).fill_(torch.nan)
-    MAMBA2.check_composed("triton", layer, [(0, True, [(0, 0, 0, REPLACE), (0, 8, -1, NONE)])])
+    MAMBA2.check_composed(["triton"], layer, [(0, True, [(0, 0, 0, REPLACE), (0, 8, -1, NONE)])])

@@ -48,7 +48,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
     ids=str,
 )
 def test_segments(kind: Kind, shape: Any, sizes: list[int], dtype: torch.dtype) -> None:
-    others.test_segments(replace(kind, sizes=[sizes]), "triton", (shape, dtype))
+    others.test_segments(replace(kind, sizes=[sizes]), ["triton"], (shape, dtype))
 
 
 CUTS = ([7], [8], [9, 40], [92], [3, 8, 50, 51, 94])
@@ -64,7 +64,7 @@ CUTS = ([7], [8], [9, 40], [92], [3, 8, 50, 51, 94])
     ids=str,
 )
 def test_segments_in_several_passes(kind: Kind, shape: Any, cuts: list[int]) -> None:
-    others.test_segments_in_several_passes(kind.of(shape), "triton", (shape, F32, cuts))
+    others.test_segments_in_several_passes(kind.of(shape), ["triton"], (shape, F32, cuts))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_segments_in_several_passes(kind: Kind, shape: Any, cuts: list[int]) -> 
     seed=st.integers(0, 1 << 16),
 )
 def test_any_segment_in_any_passes(kind: Kind, shape: Any, **drawn: Any) -> None:
-    others.test_any_segment_in_any_passes.hypothesis.inner_test(kind.of(shape), "triton", **drawn)
+    others.test_any_segment_in_any_passes.hypothesis.inner_test(kind.of(shape), ["triton"], **drawn)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_is_no_number_is_not_passed_over(kind: Kind, shape: Any, what: str)
     ids=str,
 )  # fmt: skip
 def test_extreme_gates(kind: Kind, shape: Any, g: float) -> None:
-    others.test_extreme_decays(kind.of(shape, tokens=110), g, "triton")
+    others.test_extreme_decays(kind.of(shape, tokens=110), g, ["triton"])
 
 
 @pytest.mark.parametrize(("kind", "shape", "gates"), [
@@ -121,7 +121,7 @@ def test_strong_gates_amid_weak_ones(kind: Kind, shape: Any, gates: str) -> None
     weights = replace(w, rate=torch.full_like(w.rate, -1.0), dt_bias=torch.full_like(w.dt_bias, -6.0))
     layer = replace(layer, weights=weights)
     getattr(layer.x, gates)[PAD + 2] = 3000.0
-    kind.check_segments("triton", layer, [Segment(0, 0, 64, 0, 64, 1)])
+    kind.check_segments(["triton"], layer, [Segment(0, 0, 64, 0, 64, 1)])
 
 
 @pytest.mark.parametrize(("kind", "shape", "dtype"), [
@@ -183,7 +183,7 @@ def test_a_head_that_died_in_an_earlier_pass_stays_dead() -> None:
     """Its scan stops early, too: the first head's T is as good as zero after a few rows."""
     layer = layer_inputs.Layer.make(Shape(1, 2, 16, 16), 240)
     layer = replace(layer, weights=replace(layer.weights, rate=torch.tensor([-40.0, -0.01])))
-    DELTA.check_segments("triton", layer, [Segment(0, 0, 240, 8, 232, 1)], 200)
+    [layer] = DELTA.check_segments(["triton"], layer, [Segment(0, 0, 240, 8, 232, 1)], 200)
     assert layer.carries[0].alive.tolist() == [0, 1]
     assert not layer.carries[0].transition[0].any()
 

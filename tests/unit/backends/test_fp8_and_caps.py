@@ -1,6 +1,7 @@
 """Public columns in FP8, and scores with a soft-cap in the pool and in vLLM's cache, against float64."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from vllm_hypic.pool.tensors import PublicKV, quantised
 
 from .cases import DTYPES, LAYOUTS, Case
 from .test_join import REQUESTS, Joined
-from .test_span_attention import KERNELS, SCALES, Quantised
+from .test_span_attention import BESIDE, KERNELS, SCALES, Quantised
 from .test_windows import close
 
 
@@ -53,13 +54,14 @@ def test_every_number(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@BESIDE
 @LAYOUTS
-def test_join(layout: Layout, block: int, size: int, dtype: torch.dtype) -> None:
+def test_join(layout: Layout, block: int, size: int, versions: Any, dtype: torch.dtype) -> None:
     for window in (None, 20):
         case = Joined(*REQUESTS, window=window, layout=layout, block=block, size=size, dtype=dtype)
         key, value = (quantised(t, by) for t, by in zip(case.pool[:2], SCALES, strict=True))
         case.pool = case.pool._replace(key=key, value=value, key_scale=SCALES[0], value_scale=SCALES[1])
-        case.check(eager, native)
+        case.check(*versions)
 
 
 def test_rows_are_rounded_to_the_nearest_and_none_overflows() -> None:
@@ -85,16 +87,19 @@ CAPS = pytest.mark.parametrize("cap", [0.5, 50.0])
 """One that bends every score, and Gemma 2's."""
 
 
+@BESIDE
 @CAPS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 63, 4_600])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("window", [None, 20])
-def test_public_columns(window: int | None, rows: int, columns: int, dtype: torch.dtype, cap: float) -> None:
+def test_public_columns(
+    window: int | None, rows: int, columns: int, dtype: torch.dtype, cap: float, versions: Any
+) -> None:
     case = Case((rows, columns), (rows, 70), dtype=dtype, seed=rows)
     hidden = None if window is None else (case.visible_kv_lens - window).clamp(min=0)
     wanted = case.run(reference, hidden, cap)
-    for kernels in (eager, native):
+    for kernels in versions:
         close(case.run(kernels, hidden, cap), wanted, dtype)
         if cap < 1 and rows > 1:
             free = case.run(kernels, hidden)[1]

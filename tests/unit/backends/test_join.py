@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, eager, native, reference
+from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, native, reference
 
 from .cases import DTYPES, LAYOUTS, TOLERANCE, Cached, Case
-from .test_span_attention import KERNELS
+from .test_span_attention import BESIDE, KERNELS
 
 REQUESTS = (1, 70, 1), (1, 4_600, 600), (7, 40, 7), (5, 300, 33), (60, 0, 900)
 """Rows, public columns and tokens in the cache of each."""
@@ -72,12 +72,14 @@ class Joined:
         return wanted
 
 
+@BESIDE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @LAYOUTS
 @pytest.mark.parametrize("window", [None, 1, 20, 255, 256, 3000])
-def test_rows(window: int | None, layout: Layout, block: int, size: int, dtype: torch.dtype) -> None:
-    paged: dict[str, Any] = {"layout": layout, "block": block}
-    Joined(*REQUESTS, window=window, size=size, dtype=dtype, **paged).check(eager, native)
+def test_rows(
+    window: int | None, layout: Layout, block: int, size: int, dtype: torch.dtype, versions: Any
+) -> None:
+    Joined(*REQUESTS, window=window, layout=layout, block=block, size=size, dtype=dtype).check(*versions)
 
 
 @KERNELS

@@ -18,6 +18,8 @@ from vllm_hypic.pool.tensors import quantised
 from .cases import DTYPES, LSE_TOLERANCE, Cached, Case, Parts
 
 KERNELS = pytest.mark.parametrize("kernels", [eager, native], ids=["eager", "c++"])
+BESIDE = pytest.mark.parametrize("versions", [(eager, native)], ids=["eager c++"])
+"""The reference runs once for both."""
 
 
 def test_the_kernels_are_built() -> None:
@@ -53,11 +55,12 @@ REQUESTS = [
 ]
 
 
+@BESIDE
 @pytest.mark.parametrize("kind", [Case, Quantised], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("requests", "shape"), REQUESTS)
-def test_requests(requests: list, shape: dict, dtype: torch.dtype, kind: type) -> None:
-    kind(*requests, **shape, dtype=dtype).check(eager, native)
+def test_requests(requests: list, shape: dict, dtype: torch.dtype, kind: type, versions: Any) -> None:
+    kind(*requests, **shape, dtype=dtype).check(*versions)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -221,6 +221,8 @@ CONVOLVED = ("mamba2", "gates-of-heads", "gates-of-channels")
 IDS = {"native": "c++", "eager": "eager", "reference": "reference"}
 BOTH = ["native", "eager"]
 MODULES = pytest.mark.parametrize("module", BOTH, ids=IDS.get)
+BESIDE = pytest.mark.parametrize("modules", [BOTH], ids=["c++ eager"])
+"""The reference runs once for both."""
 LAWFUL = pytest.mark.parametrize("module", ["reference", "eager"])
 """Those that compute in float64 where inputs are."""
 
@@ -231,9 +233,10 @@ def each(kinds: Mapping[str, Kind] = KINDS) -> pytest.MarkDecorator:
 
 def served(of: Callable[[Kind], Sequence[tuple[Any, ...]]]) -> pytest.MarkDecorator:
     """What a kind gives, its first two being a shape and a dtype, with the modules that serve it."""
-    cases = [
-        pytest.param(kind, kind.served(*given[:2]), given, id="-".join(map(str, (kind.name, *given))))
-        for kind in KINDS.values()
-        for given in of(kind)
-    ]
+    cases = []
+    for kind in KINDS.values():
+        for given in of(kind):
+            modules = kind.served(*given[:2])
+            named = (kind.name, " ".join(IDS[module] for module in modules), *given)
+            cases.append(pytest.param(kind, modules, given, id="-".join(map(str, named))))
     return pytest.mark.parametrize(("kind", "modules", "given"), cases)

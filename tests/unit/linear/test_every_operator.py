@@ -17,7 +17,21 @@ from vllm_hypic.backends.ops.program import Mode
 
 from . import decaying
 from .decaying import scanned
-from .kinds import BF16, BOTH, CONVOLVED, DECAYING, F32, F64, IDS, KINDS, LAWFUL, MODULES, Kind, each, served
+from .kinds import (
+    BESIDE,
+    BF16,
+    CONVOLVED,
+    DECAYING,
+    F32,
+    F64,
+    IDS,
+    KINDS,
+    LAWFUL,
+    MODULES,
+    Kind,
+    each,
+    served,
+)
 from .layers import PAD, SLOTS, Segment, packed, relative, run_compose, run_segments
 from .test_layer_operators import T_FP16
 
@@ -55,6 +69,7 @@ def test_segments_in_several_passes(kind: Kind, modules: list[str], given: tuple
             assert carried.isnan().all(), "nothing to carry before the interior"
 
 
+@BESIDE
 @each()
 @settings(max_examples=15, deadline=None)
 @given(
@@ -65,13 +80,13 @@ def test_segments_in_several_passes(kind: Kind, modules: list[str], given: tuple
     seed=st.integers(0, 1 << 16),
 )
 def test_any_segment_in_any_passes(
-    kind: Kind, tokens: int, window: int, tail: bool, cuts: set[int], seed: int
+    kind: Kind, modules: list[str], tokens: int, window: int, tail: bool, cuts: set[int], seed: int
 ) -> None:
     lo = min(window, tokens - 1)
     hi = max(lo + 1, tokens - window) if tail else tokens
     layer = kind.make("any passes", tokens, seed=seed)
     inside = sorted(c for c in cuts if c < tokens)
-    kind.check_segments(BOTH, layer, [Segment(0, 0, tokens, lo, hi, 2)], *inside)
+    kind.check_segments(modules, layer, [Segment(0, 0, tokens, lo, hi, 2)], *inside)
 
 
 @MODULES
@@ -94,13 +109,14 @@ def test_what_is_no_number_is_not_passed_over(kind: Kind, what: str, module: str
     assert before and torch.equal(wrong.outputs(0, before), right.outputs(0, before))
 
 
+@BESIDE
 @pytest.mark.parametrize(("kind", "value"), [
     pytest.param(kind, value, id=f"{name}-{value}") for name, kind in KINDS.items() for value in kind.extremes
 ])  # fmt: skip
-def test_extreme_decays(kind: Kind, value: float) -> None:
+def test_extreme_decays(kind: Kind, value: float, modules: list[str]) -> None:
     n = kind.tokens - 20
     layer = kind.extreme(kind.make("extremes", n), value)
-    for ours in kind.check_segments(BOTH, layer, [Segment(0, 0, n, 8, n - 8, 1)]):
+    for ours in kind.check_segments(modules, layer, [Segment(0, 0, n, 8, n - 8, 1)]):
         if kind.folder == "gated_delta":
             assert (ours.records.block_of[1] < 0).all() == (value <= -0.5)
 
@@ -137,19 +153,23 @@ def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
     assert relative(kept.state(0), plain.state(0)) > 100 * SINGLE
 
 
+@BESIDE
 @each(DECAYING)
 @pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
-def test_what_a_mode_does_not_need_is_not_read(kind: Kind, mode: Mode) -> None:
+def test_what_a_mode_does_not_need_is_not_read(kind: Kind, modules: list[str], mode: Mode) -> None:
     layer = kind.make("modes", 20)
     layer.random_record(0, 0)
     layer.added_up()[0] = torch.nan
-    kind.check_composed(BOTH, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
+    kind.check_composed(modules, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
 
 
+@BESIDE
 @each(DECAYING)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), resumed=st.booleans(), seed=st.integers(0, 1 << 16))
-def test_any_composition(kind: Kind, data: st.DataObject, resumed: bool, seed: int) -> None:
+def test_any_composition(
+    kind: Kind, modules: list[str], data: st.DataObject, resumed: bool, seed: int
+) -> None:
     """Operations of any kind in any order, beside another request."""
     step = st.tuples(st.integers(0, kind.longest), st.sampled_from(list(Mode)), st.integers(0, 2))
     at, operations = 0, []
@@ -162,7 +182,7 @@ def test_any_composition(kind: Kind, data: st.DataObject, resumed: bool, seed: i
     for slot in range(3):
         layer.random_record(slot, slot)
     layer.resume(1)
-    kind.check_composed(BOTH, layer, requests)
+    kind.check_composed(modules, layer, requests)
 
 
 @MODULES
