@@ -12,18 +12,12 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-import pytest  # noqa: F401  what is sent to an engine stands in a file of tests
 import torch
 import torch._dynamo
 import torch._inductor
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_5.modeling_qwen3_5  # noqa: F401
-import vllm.entrypoints.cli.benchmark.main
-import vllm.entrypoints.cli.launch
-import vllm.entrypoints.cli.run_batch
-import vllm.entrypoints.cli.serve
-import vllm.entrypoints.launchers.cli_args
 import vllm.entrypoints.llm
 import vllm.model_executor.models.qwen3_5
 import vllm.v1.engine.llm_engine
@@ -37,7 +31,6 @@ from vllm.platforms.cpu import CpuPlatform
 
 import vllm_hypic.backends.attention
 import vllm_hypic.backends.linear
-import vllm_hypic.cache_api.routes
 import vllm_hypic.connector.connector
 import vllm_hypic.engine.cpu_worker
 import vllm_hypic.engine.scheduler
@@ -90,10 +83,7 @@ if fast_dtype() == "float32":
     layers.dispatch_cpu_unquantized_gemm = _through_float32
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
-# vLLM looks for Triton's kernels in all modules, and stumbles over those of numba, which this module imports.
-importlib.import_module("vllm.v1.spec_decode.ngram_proposer")
 
-# Engines collect garbage as they start and as they end: what is imported stays, and need not be looked at.
+# Engines collect garbage several times as they start: what is imported stays, and need not be looked at.
 gc.collect()
 gc.freeze()
-gc.unfreeze = lambda: None
