@@ -68,7 +68,7 @@ def _log_level() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Workers of pytest-xdist share what a process imports from which their servers are forked."""
+    """One process imports vLLM for all workers of pytest-xdist, whose servers are forks of it."""
     if find_spec("vllm"):
         from lib import forked
 

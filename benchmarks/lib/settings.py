@@ -137,7 +137,10 @@ def engine_options(*, kv_gib: float = 2.0) -> Callable[[Callable[..., Any]], Cal
                 show_default=True,
                 help="GiB of vLLM's KV cache in each engine; the pool comes on top.",
             ),
-            click.option("--dtype", help="vLLM's option of this name; default: the model's."),
+            click.option(
+                "--dtype",
+                help="vLLM's option of this name; default: auto, by which a float32 model runs in bfloat16.",
+            ),
             click.option(
                 "--kv-cache-dtype",
                 help="vLLM's option of this name; default: the model's. Records have the same dtype.",

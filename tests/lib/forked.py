@@ -46,7 +46,7 @@ PIPE = 63
 _PR_SET_PDEATHSIG = 1
 
 shared: str | None = None
-"""Address of the imports that this process shares with others; ``None``: it has its own."""
+"""Address of a process that has imported vLLM for several others; ``None``: this one starts its own."""
 
 
 class ForkedProcess:
@@ -192,9 +192,9 @@ def _server() -> _Server:
 
 
 def share() -> str:
-    """Start a process that imports vLLM for the first that connects to it; returns its socket's address.
+    """Start a process that imports vLLM when a test process first connects; return its socket's address.
 
-    It ends with this process.
+    The process ends with this one.
     """
     ours, theirs = socket.socketpair()
     with socket.socket(socket.AF_UNIX) as listener, theirs:
@@ -271,7 +271,7 @@ def _receive(of: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def _share(listener: socket.socket, owner: socket.socket) -> None:
-    """Fork a process that forks for each that connects, until the owner is gone."""
+    """Serve each test process that connects in a fork of this process, until the owner is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     ends = select.poll()
     for waited in (listener, owner):

@@ -30,7 +30,7 @@ class EngineSettings:
     kv_gib: float = 2.0
     """GiB of vLLM's own KV cache in each engine, without the public pool of a hypic engine."""
     dtype: str | None = None
-    """vLLM's option of this name; ``None``: vLLM's default."""
+    """vLLM's option of this name; ``None``: vLLM's default, by which a float32 model runs in bfloat16."""
     kv_cache_dtype: str | None = None
     """vLLM's option of this name; ``None``: vLLM's default."""
     hypic: dict[str, Any] = field(default_factory=dict)

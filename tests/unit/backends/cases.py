@@ -87,10 +87,14 @@ class Case:
             *(self.visible_kv_lens, self.query_ranges, self.scale, hidden, cap, *scales),
         )
 
-    def check(self, *all_kernels: ModuleType, larger: float = 1.0) -> None:
-        """``larger``: how much larger scores, and with them errors, are than of standard deviation one."""
+    def check(self, *versions: ModuleType, larger: float = 1.0) -> None:
+        """Compare each of ``versions`` with the reference, which runs once.
+
+        ``larger``: how much larger scores, and with them errors, are than of standard deviation one.
+        """
+        assert versions
         wanted = self.run(reference)
-        for kernels in all_kernels:
+        for kernels in versions:
             print(kernels.__name__)
             self.compare(*self.run(kernels), wanted, larger)
 

@@ -12,7 +12,7 @@ from vllm_hypic.pool.tensors import PublicKV, quantised
 
 from .cases import DTYPES, LAYOUTS, Case
 from .test_join import REQUESTS, Joined
-from .test_span_attention import BESIDE, KERNELS, SCALES, Quantised
+from .test_span_attention import BOTH_KERNELS, KERNELS, SCALES, Quantised
 from .test_windows import close
 
 
@@ -54,7 +54,7 @@ def test_every_number(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@BESIDE
+@BOTH_KERNELS
 @LAYOUTS
 def test_join(layout: Layout, block: int, size: int, versions: Any, dtype: torch.dtype) -> None:
     for window in (None, 20):
@@ -87,7 +87,7 @@ CAPS = pytest.mark.parametrize("cap", [0.5, 50.0])
 """One that bends every score, and Gemma 2's."""
 
 
-@BESIDE
+@BOTH_KERNELS
 @CAPS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 63, 4_600])

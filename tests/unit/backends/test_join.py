@@ -9,7 +9,7 @@ import torch
 from vllm_hypic.backends.ops.span_attention import Layout, PoolColumns, native, reference
 
 from .cases import DTYPES, LAYOUTS, TOLERANCE, Cached, Case
-from .test_span_attention import BESIDE, KERNELS
+from .test_span_attention import BOTH_KERNELS, KERNELS
 
 REQUESTS = (1, 70, 1), (1, 4_600, 600), (7, 40, 7), (5, 300, 33), (60, 0, 900)
 """Rows, public columns and tokens in the cache of each."""
@@ -65,6 +65,7 @@ class Joined:
         return output[self.rows].double()
 
     def check(self, *versions: ModuleType) -> torch.Tensor:
+        assert versions
         wanted = self.run(reference)
         for ops in versions:
             print(ops.__name__)
@@ -72,7 +73,7 @@ class Joined:
         return wanted
 
 
-@BESIDE
+@BOTH_KERNELS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @LAYOUTS
 @pytest.mark.parametrize("window", [None, 1, 20, 255, 256, 3000])

@@ -18,7 +18,7 @@ from vllm_hypic.pool.tensors import quantised
 from .cases import DTYPES, LSE_TOLERANCE, Cached, Case, Parts
 
 KERNELS = pytest.mark.parametrize("kernels", [eager, native], ids=["eager", "c++"])
-BESIDE = pytest.mark.parametrize("versions", [(eager, native)], ids=["eager c++"])
+BOTH_KERNELS = pytest.mark.parametrize("versions", [(eager, native)], ids=["eager c++"])
 """The reference runs once for both."""
 
 
@@ -55,7 +55,7 @@ REQUESTS = [
 ]
 
 
-@BESIDE
+@BOTH_KERNELS
 @pytest.mark.parametrize("kind", [Case, Quantised], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("requests", "shape"), REQUESTS)

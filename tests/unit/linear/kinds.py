@@ -221,7 +221,7 @@ CONVOLVED = ("mamba2", "gates-of-heads", "gates-of-channels")
 IDS = {"native": "c++", "eager": "eager", "reference": "reference"}
 BOTH = ["native", "eager"]
 MODULES = pytest.mark.parametrize("module", BOTH, ids=IDS.get)
-BESIDE = pytest.mark.parametrize("modules", [BOTH], ids=["c++ eager"])
+BOTH_MODULES = pytest.mark.parametrize("modules", [BOTH], ids=["c++ eager"])
 """The reference runs once for both."""
 LAWFUL = pytest.mark.parametrize("module", ["reference", "eager"])
 """Those that compute in float64 where inputs are."""

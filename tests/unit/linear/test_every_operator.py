@@ -18,8 +18,8 @@ from vllm_hypic.backends.ops.program import Mode
 from . import decaying
 from .decaying import scanned
 from .kinds import (
-    BESIDE,
     BF16,
+    BOTH_MODULES,
     CONVOLVED,
     DECAYING,
     F32,
@@ -69,7 +69,7 @@ def test_segments_in_several_passes(kind: Kind, modules: list[str], given: tuple
             assert carried.isnan().all(), "nothing to carry before the interior"
 
 
-@BESIDE
+@BOTH_MODULES
 @each()
 @settings(max_examples=15, deadline=None)
 @given(
@@ -109,7 +109,7 @@ def test_what_is_no_number_is_not_passed_over(kind: Kind, what: str, module: str
     assert before and torch.equal(wrong.outputs(0, before), right.outputs(0, before))
 
 
-@BESIDE
+@BOTH_MODULES
 @pytest.mark.parametrize(("kind", "value"), [
     pytest.param(kind, value, id=f"{name}-{value}") for name, kind in KINDS.items() for value in kind.extremes
 ])  # fmt: skip
@@ -153,7 +153,7 @@ def test_islands_leave_the_state_as_it_was(kind: Kind, module: str) -> None:
     assert relative(kept.state(0), plain.state(0)) > 100 * SINGLE
 
 
-@BESIDE
+@BOTH_MODULES
 @each(DECAYING)
 @pytest.mark.parametrize("mode", [REPLACE, ADD], ids=str)
 def test_what_a_mode_does_not_need_is_not_read(kind: Kind, modules: list[str], mode: Mode) -> None:
@@ -163,7 +163,7 @@ def test_what_a_mode_does_not_need_is_not_read(kind: Kind, modules: list[str], m
     kind.check_composed(modules, layer, [(0, False, [(0, 9, 0, mode), (9, 11, -1, NONE)])])
 
 
-@BESIDE
+@BOTH_MODULES
 @each(DECAYING)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data(), resumed=st.booleans(), seed=st.integers(0, 1 << 16))
